@@ -1,0 +1,1 @@
+"""The command line: all wiring, no decisions."""

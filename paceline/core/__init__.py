@@ -1,0 +1,1 @@
+"""The nouns of the system. Standard library only; everybody imports it, it imports nobody."""

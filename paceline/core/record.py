@@ -1,0 +1,40 @@
+"""A controller's input log as JSON lines, one turn a line: enough to repeat every decision of a run."""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+
+from paceline.core.batch import SliceResult, StepResult
+from paceline.core.events import Cancel, Complete, Input, Reset, Submit
+from paceline.core.request import SLO, Request
+
+Turn = tuple[float, tuple[Input, ...]]
+
+
+def dump(now: float, inputs: Iterable[Input]) -> str:
+    """One line. Times keep all their bits."""
+    return json.dumps([now, [[type(item).__name__, asdict(item)] for item in inputs]], separators=(",", ":"))
+
+
+def load(lines: Iterable[str]) -> Iterator[Turn]:
+    """The turns of a log."""
+    for line in lines:
+        now, inputs = json.loads(line)
+        yield now, tuple(_input(kind, fields) for kind, fields in inputs)
+
+
+def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
+    match kind:
+        case "Submit":
+            request = fields["request"]
+            return Submit(Request(**request | {"slo": SLO(**request["slo"]), "prefix": tuple(request["prefix"])}))
+        case "Complete":
+            slices = tuple(
+                SliceResult(s["tokens"], s["finish"], tuple(s["hashes"])) for s in fields["result"]["slices"]
+            )
+            return Complete(fields["group"], fields["batch"], StepResult(slices))
+        case "Cancel":
+            return Cancel(fields["request"])
+        case "Reset":
+            return Reset(fields["group"])
+    raise ValueError(f"log: unknown input {kind!r}; known are Submit, Complete, Cancel, Reset")

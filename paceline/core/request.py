@@ -1,0 +1,90 @@
+"""Requests as the policies see them: numbers, never text, token ids or tensors."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SLO:
+    """Latency goals in seconds; None is no goal."""
+
+    ttft: float | None = None  # time to first token
+    tbt: float | None = None  # time between tokens
+    deadline: float | None = None  # arrival to last token
+
+
+NO_SLO = SLO()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn from the model's distribution. Names and meanings are those of the OpenAI API and vLLM.
+
+    Bounds are checked once, in the server's validator; the engine takes these values as they are.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0  # no end-of-sequence and no stop token id before this many
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # randomness is keyed by (seed, choice, position)
+    choice: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # without the model's own end-of-sequence ids
+    ignore_eos: bool = False
+    logprobs: int | None = None  # top log-probabilities beside the chosen token's; 0 is the chosen one alone
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate, as a scheduler may see it. Its true output length is the executor's secret."""
+
+    id: str
+    prompt_tokens: int
+    max_tokens: int  # an upper bound of the output
+    arrival: float = 0.0  # seconds
+    model: str = ""
+    slo: SLO = NO_SLO
+    prefix: tuple[int, ...] = ()  # chained hash of every full block of the prompt; empty: not to be cached
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request on its way: a step moves `computed` towards `known`. The only mutable noun."""
+
+    request: Request
+    serial: int  # submission order: breaks ties of equal arrival
+    known: int = 0  # tokens known: prompt and generated
+    computed: int = 0  # tokens whose KV is in the cache
+    prompt: int = 0  # tokens to compute before decoding (again): grows with every recomputation (rule M4)
+    blocks: list[int] = field(default_factory=list)  # KV block ids held, in position order
+    hashes: list[int] = field(default_factory=list)  # chained hash of every full block of the known tokens
+    in_flight: bool = False  # part of a batch that has not completed
+    cancelled: bool = False  # to be dropped when its batch completes
+    preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.known = self.prompt = self.request.prompt_tokens
+        self.hashes = list(self.request.prefix)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def generated(self) -> int:
+        return self.known - self.request.prompt_tokens
+
+    @property
+    def decoding(self) -> bool:
+        return self.computed >= self.prompt
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """First come, first served."""
+        return self.request.arrival, self.serial

@@ -1,0 +1,79 @@
+"""What a driver asks of an engine and what it gets back: the half of a step that has token ids and block ids.
+
+Sequences are named by small integers that the driver gives out. The engine keeps each sequence's token ids and block
+table; work carries only what is new.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.core.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """A sequence that the engine has not seen (or has lost with its process)."""
+
+    id: int
+    tokens: list[int]  # prompt, and what was generated before an engine was lost
+    num_prompt: int
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SliceWork:
+    """Compute tokens [start, start + length); blocks[first_block:] of the sequence's table become `blocks`."""
+
+    id: int
+    start: int
+    length: int
+    emits: bool
+    first_block: int
+    blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability (natural) of one position's token, its rank (1 is the likeliest) and the likeliest tokens."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceOutput:
+    """What one slice gave."""
+
+    tokens: list[int]  # emitted
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # per emitted token, when asked for
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens [start + 1, end + 1)
+    error: str = ""  # this sequence failed; the others of the step did not
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a loaded engine offers. Sizes in bytes and tokens."""
+
+    num_blocks: int
+    block_size: int
+    weight_bytes: int
+    kv_bytes: int
+    planned_bytes: int  # predicted peak of the whole process: weights, KV, activations, interpreter
+    context: int
+
+
+class Engine(Protocol):
+    """One model on one device (or one stage of a group)."""
+
+    info: EngineInfo
+    progress: int  # counts layers run since the start: shows a step that is stuck
+
+    def step(
+        self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]
+    ) -> tuple[list[SliceOutput], float, float]:
+        """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
+        ...

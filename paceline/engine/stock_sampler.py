@@ -1,0 +1,62 @@
+"""The sampler in plain torch operations: for accelerators, and for CPUs without Numba. Sorts the rows that filter.
+
+Sums that decide where a filter ends are float64, so a row's result does not hang on how a device splits a reduction.
+"""
+
+import torch
+
+from paceline.core.work import TokenLogprobs
+from paceline.engine.keyed_random import gumbel, position_key
+
+GREEDY_BELOW = 1e-5
+
+
+def draw(
+    logits: torch.Tensor, streams: list[int], positions: list[int], numbers: list[tuple[float, float, float, int]]
+) -> list[int]:
+    """A token for each row of logits float32 [rows, vocab]; -1 where the row has no distribution.
+
+    numbers[i] = (temperature, top_p, min_p, top_k); stream keys and positions as in `keyed_random`.
+    """
+    device = logits.device
+    peaks = logits.amax(dim=1)  # NaN wherever the row has one
+    tokens = logits.argmax(dim=1)
+    drawn = [i for i, (temperature, *_) in enumerate(numbers) if temperature >= GREEDY_BELOW]
+    if drawn:
+        temperature, top_p, min_p, top_k = (
+            torch.tensor([numbers[i][j] for i in drawn], dtype=torch.float64, device=device)[:, None] for j in range(4)
+        )
+        scaled = (logits[drawn].double() - peaks[drawn, None].double()) / temperature
+        if any(numbers[i][1] < 1.0 or numbers[i][2] > 0.0 or numbers[i][3] > 0 for i in drawn):
+            scaled = _filtered(scaled, top_p, min_p, top_k)
+        keys = [position_key(streams[i], positions[i]) for i in drawn]
+        noise = gumbel(keys, torch.arange(logits.shape[1], device=device))
+        tokens[drawn] = (scaled + noise).argmax(dim=1)
+    return torch.where(peaks.isfinite(), tokens, -1).tolist()
+
+
+def _filtered(scaled: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """scaled float64 [rows, vocab] with -inf for what min_p, top_k and top_p (each [rows, 1]) remove; 0 is the peak."""
+    values, order = scaled.sort(dim=1, descending=True, stable=True)
+    values = values.masked_fill((values < min_p.log()) & (min_p > 0), -torch.inf)
+    rank = torch.arange(scaled.shape[1], device=scaled.device)
+    values = values.masked_fill((rank >= top_k) & (top_k > 0), -torch.inf)
+    mass = values.exp()
+    above = mass.cumsum(dim=1) - mass
+    outside = (above >= top_p * mass.sum(dim=1, keepdim=True)) & (top_p < 1.0) & (rank > 0)
+    return torch.full_like(scaled, -torch.inf).scatter(1, order, values.masked_fill(outside, -torch.inf))
+
+
+def describe(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprobs]:
+    """Raw logprob and rank of tokens[row] in logits float32 [rows, vocab], and the `top` likeliest tokens."""
+    ids = torch.tensor(tokens, device=logits.device)[:, None]
+    finite = logits.amax(dim=1).isfinite().tolist()
+    logprobs = logits.double().log_softmax(dim=1)
+    chosen = logprobs.gather(1, ids)[:, 0].tolist()
+    ranks = (1 + (logits > logits.gather(1, ids)).sum(dim=1)).tolist()
+    order = logits.sort(dim=1, descending=True, stable=True).indices[:, :top]
+    columns = zip(tokens, chosen, ranks, order.tolist(), logprobs.gather(1, order).tolist(), strict=True)
+    entries = [TokenLogprobs(*column) for column in columns]
+    return [
+        entry if ok else TokenLogprobs(-1, float("nan"), 0, [], []) for entry, ok in zip(entries, finite, strict=True)
+    ]

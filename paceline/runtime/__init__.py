@@ -1,0 +1,1 @@
+"""The wall-time driver: pumps the controller with worker processes for executors."""

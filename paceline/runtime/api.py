@@ -1,0 +1,128 @@
+"""What the server sees of the runtime: submit token ids with a sink, cancel, watch."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.core.events import Event
+from paceline.core.request import NO_SLO, SLO, SamplingParams
+from paceline.core.work import EngineInfo, SliceOutput
+
+
+class Rejected(Exception):
+    """A request that is not taken; nothing was changed by asking."""
+
+
+class Overloaded(Rejected):
+    """The queue is full. `retry_after`: seconds until a place is expected."""
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__(f"the queue is full; a place is expected in {retry_after:.0f} s")
+        self.retry_after = retry_after
+
+
+class Unavailable(Rejected):
+    """Draining, or the model is not loaded."""
+
+    def __init__(self, reason: str, retry_after: float = 1.0) -> None:
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
+class TooLong(Rejected):
+    """The request can never fit the KV cache or the model's context."""
+
+
+class Sink(Protocol):
+    """Takes what a sequence yields. Called on the event loop, never concurrently; must not block or raise."""
+
+    checks_stop: bool  # push may answer True
+
+    def push(self, output: SliceOutput, finish: str | None) -> bool:
+        """Takes the tokens of one step; `finish` is "stop" (end-of-sequence or stop token id: the last token), "length"
+        or None. The answer True ends the sequence: its text ran into a stop string."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """The sequence ended without a result: an error in the engine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of a group as measured: sizes in tokens and sequences, times in seconds."""
+
+    group: int
+    time: float  # when it was complete
+    tokens: int
+    sequences: int
+    waiting: int
+    running: int
+    blocks_used: int
+    blocks_total: int
+    cached_tokens: int  # prompt tokens found in the prefix cache since the last record
+    forward_s: float
+    sample_s: float
+    schedule_s: float  # controller: results applied and next batch composed
+    messages_s: float  # encode, decode, socket, worker loop
+    output_s: float  # sinks: detokenise, stop strings, server-sent events
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """State of a served model: "loading", "ready", "restarting" or "failed"."""
+
+    name: str
+    state: str
+    reason: str = ""
+    info: EngineInfo | None = None
+
+
+class Observer(Protocol):
+    """Sees what happens; metrics are made of this and of nothing else."""
+
+    def on_events(self, events: Seq[Event]) -> None: ...
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+
+class Fleet(Protocol):
+    """Models on devices behind one queue each."""
+
+    observers: list[Observer]
+
+    def submit(
+        self,
+        model: str,
+        tokens: Seq[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        namespace: str = "",
+        slo: SLO = NO_SLO,
+    ) -> str:
+        """Queues one sequence and returns its id. Raises `Overloaded`, `Unavailable`, `TooLong` or KeyError (model).
+
+        `namespace` separates prefix caches (one per API key). Prompt log-probabilities switch prefix hits off.
+        """
+        ...
+
+    def cancel(self, id: str) -> None:
+        """Frees the sequence by the next step; its sink is not called again. Unknown or finished ids are ignored."""
+        ...
+
+    def status(self) -> list[ModelStatus]: ...
+
+    @property
+    def healthy(self) -> bool:
+        """The worker answers and its steps move."""
+        ...
+
+    @property
+    def ready(self) -> bool:
+        """Healthy, loaded and not draining."""
+        ...
+
+    async def drain(self) -> None:
+        """Refuses new requests at once and returns when the running ones are done."""
+        ...

@@ -1,0 +1,200 @@
+"""The running fleet: a worker process per model, one controller over all of them, one door for requests."""
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.controller import Controller, GroupConfig
+from paceline.core import record
+from paceline.core.batch import Batch
+from paceline.core.events import Cancel, Event, Input, Submit
+from paceline.core.request import NO_SLO, SLO, Request, SamplingParams
+from paceline.runtime.api import ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
+from paceline.runtime.driver import Driver
+from paceline.runtime.group import WorkerConfig, WorkerGroup
+from paceline.runtime.sequence import BlockHasher, RunningSequence
+
+WATCH_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Limits that hold for every model."""
+
+    token_budget: int = 512
+    max_batch: int = 256
+    max_waiting: int = 1024
+    watermark: float = 0.01
+    policy: str = "sarathi_serve"
+    record: Path | None = None  # log of the controller's inputs, for `replay`
+
+
+class LocalFleet:
+    """Models on this machine (`runtime.api.Fleet`). Use as an async context manager."""
+
+    def __init__(
+        self,
+        models: Iterable[WorkerConfig],
+        config: FleetConfig,
+        on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+    ) -> None:
+        self.config = config
+        self.observers: list[Observer] = []
+        self.draining = False
+        self.driver: Driver | None = None
+        self._directory = tempfile.TemporaryDirectory(prefix="paceline-")  # made with mode 0700
+        self.groups = [
+            WorkerGroup(i, m, self._directory.name, self._on_step, on_progress) for i, m in enumerate(models)
+        ]
+        self._by_model = {group.config.name: group for group in self.groups}
+        self._ids = count(1)
+        self._finished: deque[float] = deque(maxlen=64)
+        self._idle = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._log = contextlib.ExitStack()
+
+    # Life
+
+    async def __aenter__(self) -> "LocalFleet":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Starts the workers and returns when each is ready or has failed."""
+        await asyncio.gather(*(group.start() for group in self.groups))
+        await asyncio.gather(*(group.settled.wait() for group in self.groups))
+        controller = Controller(self._group_config(group) for group in self.groups)
+        self.driver = Driver(controller, self._execute, self._notice, time.monotonic, self._recorder())
+        for group in self.groups:
+            group.driver = self.driver
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def drain(self) -> None:
+        self.draining = True
+        while any(group.sequences for group in self.groups):
+            self._idle.clear()
+            await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Ends the workers; sequences still running fail."""
+        self.draining = True
+        if self._watcher:
+            self._watcher.cancel()
+        for group in self.groups:
+            for seq in list(group.sequences.values()):
+                group.fail(seq, "the server is shutting down")
+        await asyncio.gather(*(group.stop() for group in self.groups))
+        self._log.close()
+        self._directory.cleanup()
+
+    def _group_config(self, group: WorkerGroup) -> GroupConfig:
+        limits = SchedulerConfig(
+            token_budget=self.config.token_budget, max_batch=self.config.max_batch, watermark=self.config.watermark
+        )
+        if group.info:
+            limits = replace(limits, block_size=group.info.block_size, num_blocks=group.info.num_blocks)
+        return GroupConfig((group.config.name,), limits, self.config.policy, max_waiting=self.config.max_waiting)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for group in self.groups:
+                group.watch()
+
+    # Requests
+
+    def submit(
+        self,
+        model: str,
+        tokens: Seq[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        namespace: str = "",
+        slo: SLO = NO_SLO,
+    ) -> str:
+        group = self._by_model[model]
+        if self.draining or self.driver is None:
+            raise Unavailable("the server is shutting down" if self.draining else "the server is starting")
+        if group.state == "failed" or group.info is None:
+            raise Unavailable(f"model {model!r} is not available: {group.reason}", retry_after=30)
+        if len(tokens) + params.max_tokens > group.info.context:
+            raise TooLong(
+                f"{len(tokens)} prompt tokens and max_tokens={params.max_tokens} exceed the {group.info.context} "
+                f"tokens that model {model!r} can hold here"
+            )
+        handle = next(self._ids)
+        hasher = BlockHasher(f"{model}/{namespace}", group.info.block_size)
+        seq = RunningSequence(f"{handle}", handle, tokens, params, sink, group.config.eos_ids, hasher)
+        request = Request(seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, seq.prefix)
+        group.sequences[seq.id] = seq
+        self.driver.post(Submit(request))
+        refusal = next((e for e in self.driver.flush() if e.kind == "rejected" and e.request == seq.id), None)
+        if refusal:
+            del group.sequences[seq.id]
+            if refusal.detail == "queue: full":
+                raise Overloaded(self._retry_after(group))
+            raise TooLong(str(refusal.detail))
+        return seq.id
+
+    def cancel(self, id: str) -> None:
+        for group in self.groups:
+            seq = group.sequences.get(id)
+            if seq and self.driver:
+                group.forget(seq)
+                self.driver.post(Cancel(id))
+
+    def _retry_after(self, group: WorkerGroup) -> float:
+        """Seconds until the queue has a place, by the pace of the last completions."""
+        if len(self._finished) < 2:
+            return 5.0
+        pace = (time.monotonic() - self._finished[0]) / len(self._finished)
+        return min(120.0, max(1.0, pace))
+
+    # State
+
+    def status(self) -> list[ModelStatus]:
+        return [ModelStatus(g.config.name, g.state, g.reason, g.info) for g in self.groups]
+
+    @property
+    def healthy(self) -> bool:
+        return all(g.state in ("loading", "restarting") or g.responsive for g in self.groups)
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and self.driver is not None and all(g.responsive for g in self.groups)
+
+    # From the driver and the groups
+
+    def _execute(self, batch: Batch) -> None:
+        self.groups[batch.group].execute(batch)
+
+    def _notice(self, events: list[Event]) -> None:
+        for event in events:
+            if event.kind == "finished":
+                self._finished.append(event.time)
+        for observer in self.observers:
+            observer.on_events(events)
+        if not any(group.sequences for group in self.groups):
+            self._idle.set()
+
+    def _on_step(self, step: StepRecord) -> None:
+        for observer in self.observers:
+            observer.on_step(step)
+
+    def _recorder(self) -> Callable[[float, list[Input]], None] | None:
+        if self.config.record is None:
+            return None
+        file = self._log.enter_context(self.config.record.open("w"))
+        return lambda now, inputs: print(record.dump(now, inputs), file=file)

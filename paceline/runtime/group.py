@@ -1,0 +1,243 @@
+"""A group's worker and the sequences that run there: batches become messages, outputs become results."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.core.batch import Batch, Slice, SliceResult, StepResult
+from paceline.core.events import Cancel, Complete, Reset
+from paceline.core.work import EngineInfo, SliceOutput, SliceWork
+from paceline.runtime.api import StepRecord
+from paceline.runtime.driver import Driver
+from paceline.runtime.messages import Failed, FromWorker, Loading, Ready, Step, StepDone
+from paceline.runtime.process import WorkerProcess
+from paceline.runtime.sequence import RunningSequence
+
+HANG_S = 10.0  # a worker that has not moved for so long is killed and started again
+MAX_RESTARTS = 3  # in a row, without a step in between
+MAX_CRASHES = 2  # workers that one sequence may be running in when they die
+
+Items = list[tuple[Slice, RunningSequence | None]]
+Pushes = list[tuple[RunningSequence, SliceOutput, str | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """How to start a model's worker: arguments to the Python interpreter, and once known, the KV blocks to allocate."""
+
+    name: str
+    command: Callable[[int | None], list[str]]
+    eos_ids: tuple[int, ...] = ()
+
+
+class WorkerGroup:
+    """One worker process, restarted when it dies; `sequences` outlive it."""
+
+    def __init__(
+        self,
+        index: int,
+        config: WorkerConfig,
+        directory: str,
+        on_step: Callable[[StepRecord], None],
+        on_progress: Callable[[str, int, int], None],
+    ) -> None:
+        self.index, self.config = index, config
+        self.state, self.reason = "loading", ""
+        self.info: EngineInfo | None = None
+        self.sequences: dict[str, RunningSequence] = {}
+        self.driver: Driver | None = None  # set by the fleet when every group is loaded
+        self.settled = asyncio.Event()  # loaded, or failed for good
+        self._directory, self._on_step, self._on_progress = directory, on_step, on_progress
+        self._process: WorkerProcess | None = None
+        self._flying: dict[int, tuple[Items, float]] = {}
+        self._held: list[Batch] = []  # composed while there was no worker
+        self._dropped: list[int] = []
+        self._restarts = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # The process
+
+    async def start(self) -> None:
+        command = self.config.command(self.info.num_blocks if self.info else None)
+        name = f"{self.index}-{time.monotonic_ns()}"
+        self._process = WorkerProcess(command, self._directory, name, self._on_message, self._on_exit)
+        await self._process.start()
+
+    async def stop(self) -> None:
+        self.state = "stopped"
+        if self._process:
+            await self._process.stop()
+
+    @property
+    def responsive(self) -> bool:
+        return self.state == "ready" and self._process is not None and self._process.responsive
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else -1
+
+    def watch(self) -> None:
+        """Called several times a second: a worker that hangs is killed, which starts it again."""
+        if self.state == "ready" and self._process and self._process.silent_s > HANG_S:
+            self._process.kill()
+
+    def _on_exit(self, code: int) -> None:
+        if self.state in ("failed", "stopped"):
+            return
+        self._lose_sequences()
+        self._restarts += 1
+        if self.info is None or self._restarts > MAX_RESTARTS:
+            self._fail(f"the worker ended with code {code} {self._restarts} times in a row")
+            return
+        self.state = "restarting"
+        if self.driver:
+            self.driver.post(Reset(self.index))
+        task = asyncio.create_task(self.start())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _lose_sequences(self) -> None:
+        """Nothing is at the worker any more. Who was running in several workers that died is to blame and fails."""
+        culprits = [seq for items, _ in self._flying.values() for _, seq in items if seq is not None]
+        self._flying.clear()
+        self._held.clear()
+        self._dropped.clear()
+        for seq in self.sequences.values():
+            seq.at_worker = False
+            seq.blocks_sent = 0
+        for seq in culprits:
+            seq.crashes += 1
+            if seq.crashes >= MAX_CRASHES and self.sequences.get(seq.id) is seq:
+                self.fail(seq, "the engine failed on this request more than once")
+
+    def _fail(self, reason: str) -> None:
+        self.state, self.reason = "failed", reason
+        for seq in list(self.sequences.values()):
+            self.fail(seq, reason)
+        self.settled.set()
+
+    # Steps
+
+    def execute(self, batch: Batch) -> None:
+        """Sends a batch to the worker, or holds it until there is one."""
+        if self.state != "ready":
+            self._held.append(batch)
+            return
+        items: Items = [(item, self.sequences.get(item.sequence.id)) for item in batch.slices]
+        new = []
+        work = []
+        for item, seq in items:
+            if seq is None:  # cancelled while the batch was held
+                continue
+            if not seq.at_worker:
+                seq.at_worker = True
+                new.append(seq.introduce())
+            work.append(self._work(item, seq))
+        self._flying[batch.id] = items, time.perf_counter()
+        assert self._process is not None
+        self._process.send(Step(batch.id, new, work, self._dropped))
+        self._dropped = []
+
+    def _work(self, item: Slice, seq: RunningSequence) -> SliceWork:
+        if seq.epoch != item.sequence.preemptions:  # it holds other blocks now
+            seq.epoch = item.sequence.preemptions
+            seq.blocks_sent = 0
+        blocks = item.sequence.blocks
+        work = SliceWork(seq.handle, item.start, item.length, item.emits, seq.blocks_sent, blocks[seq.blocks_sent :])
+        seq.blocks_sent = len(blocks)
+        return work
+
+    def _on_message(self, message: FromWorker) -> None:
+        match message:
+            case StepDone():
+                self._done(message)
+            case Loading(done, total):
+                self._on_progress(self.config.name, done, total)
+            case Ready(info):
+                self.info, self.state = info, "ready"
+                self.settled.set()
+                held, self._held = self._held, []
+                for batch in held:
+                    self.execute(batch)
+            case Failed(reason):
+                self._fail(reason)
+
+    def _done(self, message: StepDone) -> None:
+        """Takes a step's outputs, lets the controller decide on the next one, then tells the sinks."""
+        assert self.driver is not None
+        items, sent = self._flying.pop(message.batch)
+        received = time.perf_counter()
+        self._restarts = 0
+        outputs = iter(message.outputs)
+        later: Pushes = []
+        results = []
+        for item, seq in items:
+            output = next(outputs) if seq is not None else None
+            if seq is None or output is None or self.sequences.get(seq.id) is not seq:  # cancelled meanwhile
+                results.append(SliceResult())
+            else:
+                results.append(self._take(item, seq, output, later))
+        checked = time.perf_counter()
+        self.driver.post(Complete(self.index, message.batch, StepResult(tuple(results))))
+        self.driver.flush()
+        scheduled = time.perf_counter()
+        for seq, output, finish in later:
+            seq.sink.push(output, finish)
+        output_s = checked - received + time.perf_counter() - scheduled
+        self._report(message, items, received - sent, output_s)
+
+    def _take(self, item: Slice, seq: RunningSequence, output: SliceOutput, later: Pushes) -> SliceResult:
+        if output.error:
+            self.fail(seq, output.error)
+            return SliceResult()
+        if output.prompt_logprobs:
+            output = seq.fresh_prompt_logprobs(output, item.start)
+        finish = seq.take(output)
+        if seq.sink.checks_stop:
+            if seq.sink.push(output, finish):
+                finish = "stop"
+        elif output.tokens or output.prompt_logprobs:
+            later.append((seq, output, finish))
+        result = seq.result(output, finish)
+        if finish:
+            self.forget(seq)
+        return result
+
+    def _report(self, message: StepDone, items: Items, round_trip_s: float, output_s: float) -> None:
+        assert self.driver is not None
+        scheduler = self.driver.controller.groups[self.index].scheduler
+        blocks = scheduler.blocks
+        self._on_step(
+            StepRecord(
+                group=self.index,
+                time=time.monotonic(),
+                tokens=sum(item.length for item, _ in items),
+                sequences=len(items),
+                waiting=len(scheduler.waiting),
+                running=len(scheduler.running),
+                blocks_used=blocks.num_blocks - blocks.num_free,
+                blocks_total=blocks.num_blocks,
+                cached_tokens=scheduler.cached_tokens,
+                forward_s=message.forward_s,
+                sample_s=message.sample_s,
+                schedule_s=self.driver.turn_s,
+                messages_s=round_trip_s - message.forward_s - message.sample_s,
+                output_s=output_s,
+            )
+        )
+
+    # Sequences
+
+    def forget(self, seq: RunningSequence) -> None:
+        """The sequence is done or cancelled; the worker hears of it with the next step."""
+        del self.sequences[seq.id]
+        if seq.at_worker:
+            self._dropped.append(seq.handle)
+
+    def fail(self, seq: RunningSequence, reason: str) -> None:
+        """Ends a sequence with an error, and it alone."""
+        self.forget(seq)
+        if self.driver:
+            self.driver.post(Cancel(seq.id))
+        seq.sink.fail(reason)

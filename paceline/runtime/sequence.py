@@ -1,0 +1,87 @@
+"""What the front end keeps of a running sequence: its tokens, when it ends, and the hashes of its blocks."""
+
+import secrets
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from hashlib import blake2b
+
+from paceline.core.batch import SliceResult
+from paceline.core.request import SamplingParams
+from paceline.core.work import NewSequence, SliceOutput
+from paceline.runtime.api import Sink
+
+SECRET = secrets.token_bytes(32)  # nobody outside can make two prefixes collide
+
+
+class BlockHasher:
+    """Chained keyed hashes of full blocks of token ids (64 bits), separate for every namespace."""
+
+    def __init__(self, namespace: str, block_size: int) -> None:
+        self._block_size = block_size
+        self._last = blake2b(namespace.encode(), key=SECRET, digest_size=8).digest()
+        self._done = 0  # tokens hashed
+
+    def extend(self, tokens: Seq[int]) -> tuple[int, ...]:
+        """Hashes of the blocks that `tokens` (the whole sequence so far) has filled since the last call."""
+        hashes = []
+        while self._done + self._block_size <= len(tokens):
+            block = array("q", tokens[self._done : self._done + self._block_size])
+            self._last = blake2b(self._last + block.tobytes(), key=SECRET, digest_size=8).digest()
+            self._done += self._block_size
+            hashes.append(int.from_bytes(self._last, "little"))
+        return tuple(hashes)
+
+
+class RunningSequence:
+    """Token ids and parameters of one sequence, and what its worker knows of it."""
+
+    def __init__(
+        self,
+        id: str,
+        handle: int,
+        tokens: Seq[int],
+        params: SamplingParams,
+        sink: Sink,
+        eos_ids: Seq[int],
+        hasher: BlockHasher,
+    ) -> None:
+        self.id = id
+        self.handle = handle  # the worker's name for it
+        self.tokens = list(tokens)
+        self.num_prompt = len(tokens)
+        self.params = params
+        self.sink = sink
+        self.stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        self.cacheable = params.prompt_logprobs is None  # every prompt position must be computed for its logits
+        self.hasher = hasher
+        self.prefix = hasher.extend(self.tokens) if self.cacheable else ()
+        self.at_worker = False
+        self.epoch = 0  # preemptions that the worker's block table has seen
+        self.blocks_sent = 0
+        self._prompt_logprobs = 0  # positions delivered; a recomputation yields them again
+        self.crashes = 0  # workers that died while they ran this sequence
+
+    def introduce(self) -> NewSequence:
+        return NewSequence(self.handle, list(self.tokens), self.num_prompt, self.params)
+
+    def take(self, output: SliceOutput) -> str | None:
+        """Appends emitted tokens; answers why the sequence ends here, if it does: "stop" or "length"."""
+        self.tokens += output.tokens
+        generated = len(self.tokens) - self.num_prompt
+        if output.tokens and output.tokens[-1] in self.stops and generated > self.params.min_tokens:
+            return "stop"
+        return "length" if generated >= self.params.max_tokens else None
+
+    def fresh_prompt_logprobs(self, output: SliceOutput, start: int) -> SliceOutput:
+        """The output without prompt log-probabilities that were delivered before; the slice began at `start`."""
+        fresh = output.prompt_logprobs[max(0, self._prompt_logprobs - start) :]
+        self._prompt_logprobs = max(self._prompt_logprobs, start + len(output.prompt_logprobs))
+        return replace(output, prompt_logprobs=fresh)
+
+    def result(self, output: SliceOutput, finish: str | None) -> SliceResult:
+        """The controller's view of an output."""
+        if not output.tokens:
+            return SliceResult(finish=finish)
+        hashes = self.hasher.extend(self.tokens) if self.cacheable and finish is None else ()
+        return SliceResult(len(output.tokens), finish, hashes)

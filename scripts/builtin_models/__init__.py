@@ -1,0 +1,1 @@
+"""How the built-in models are made: `data` (corpus, tokenizer), `model` (a Llama to train), `training`, `report`."""
