@@ -13,7 +13,6 @@ from paceline.core.batch import Batch, StepResult
 from paceline.core.events import Cancel, Complete, Event, Input, Reset, Submit
 from paceline.core.request import Request, Sequence
 
-INPUT_ORDER = {Complete: 0, Reset: 1, Submit: 2, Cancel: 3}  # at equal times
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +45,10 @@ class Controller:
     def turn(self, inputs: Iterable[Input], now: float) -> tuple[list[Event], list[Batch]]:
         """Everything that happens at one instant: inputs in their order, then as many new batches as the groups take.
 
-        Completions come before arrivals, arrivals before cancellations, batches in the order of the groups.
+        Completions come first, in the order of the groups; then lost groups, arrivals and cancellations as given.
         """
         events: list[Event] = []
-        for item in sorted(inputs, key=lambda item: INPUT_ORDER[type(item)]):
+        for item in sorted(inputs, key=_rank):
             match item:
                 case Complete(group, batch_id, result):
                     events += self.complete(group, batch_id, result, now)
@@ -149,6 +148,18 @@ class Controller:
     def _remove(self, sequence: Sequence) -> None:
         group, _ = self.sequences.pop(sequence.id)
         self.groups[group].scheduler.remove(sequence)
+
+
+def _rank(item: Input) -> tuple[int, int]:
+    """Order at equal times: a pure function of the inputs, so that both drivers agree."""
+    match item:
+        case Complete(group, _, _):
+            return 0, group
+        case Reset(group):
+            return 1, group
+        case Submit():
+            return 2, 0
+    return 3, 0
 
 
 def _policy(name: str) -> Policy:

@@ -15,7 +15,7 @@ from builtin_models.training import Phase, RunSpec, Trainer, distillation_loss, 
 
 TARGET = RunSpec(
     name="coder",
-    shape=LlamaShape(hidden=256, layers=3, heads=4, kv_heads=2, intermediate=640),
+    shape=LlamaShape(hidden=256, layers=4, heads=4, kv_heads=2, intermediate=512),
     tokens=30_000_000,
-    phases=(Phase(0.0, 256, 1, 1.0), Phase(0.60, 512, 2, 0.3), Phase(0.92, 1024, 2, 0.3)),
+    phases=(Phase(0.0, 256, 1, 1.0), Phase(0.65, 512, 2, 0.3), Phase(0.92, 1024, 2, 0.3)),
 )

@@ -14,14 +14,16 @@ from paceline.core.request import SamplingParams
 
 
 class SeenTokens:
-    """Distinct ids seen so far and how often each was generated (0: in the prompt only). Arrays grow by doubling."""
+    """Distinct ids seen so far and what each is charged for having been generated. Arrays grow by doubling."""
 
-    def __init__(self, prompt: Iterable[int], vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, prompt: Iterable[int], vocab_size: int, presence: float, frequency: float) -> None:
+        """A token generated n > 0 times is charged presence + n * frequency."""
+        self._vocab_size, self._presence, self._frequency = vocab_size, presence, frequency
         seen = sorted({token for token in prompt if 0 <= token < vocab_size})
         self._slot = {token: slot for slot, token in enumerate(seen)}
+        self._times: dict[int, int] = {}
         self._ids = np.array(seen + [0] * 64, np.int64)
-        self._counts = np.zeros(len(self._ids), np.float32)
+        self._charges = np.zeros(len(self._ids), np.float32)
 
     def add(self, token: int) -> None:
         """Counts one generated token."""
@@ -30,9 +32,10 @@ class SeenTokens:
         slot = self._slot.setdefault(token, len(self._slot))
         if slot == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
-            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._charges = np.concatenate([self._charges, np.zeros_like(self._charges)])
+        times = self._times[token] = self._times.get(token, 0) + 1
         self._ids[slot] = token
-        self._counts[slot] += 1.0
+        self._charges[slot] = self._presence + times * self._frequency
 
     @property
     def ids(self) -> np.ndarray:
@@ -40,9 +43,9 @@ class SeenTokens:
         return self._ids[: len(self._slot)]
 
     @property
-    def counts(self) -> np.ndarray:
-        """float32 [n]: times generated"""
-        return self._counts[: len(self._slot)]
+    def charges(self) -> np.ndarray:
+        """float32 [n]: to be subtracted from the logits; 0 for what is in the prompt only"""
+        return self._charges[: len(self._slot)]
 
 
 class Penalties:
@@ -55,7 +58,8 @@ class Penalties:
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         )
         if self._penalise:
-            self._seen = SeenTokens(prompt if params.repetition_penalty != 1.0 else (), vocab_size)
+            counted = prompt if params.repetition_penalty != 1.0 else ()
+            self._seen = SeenTokens(counted, vocab_size, params.presence_penalty, params.frequency_penalty)
         bias: dict[int, float] = {}
         for token, value in params.logit_bias:
             if 0 <= token < vocab_size:
@@ -80,19 +84,26 @@ class Penalties:
     def _must_go_on(self) -> bool:
         return self.generated < self._params.min_tokens and len(self._stops) > 0
 
-    def apply(self, row: np.ndarray) -> None:
-        """Changes `row` (float32 [vocab]) in place."""
-        params = self._params
-        if len(self._bias):
+    def apply(self, row: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Changes `row` (float32 [vocab]) in place; what `undo` needs to put it back."""
+        params, before = self._params, []
+        if len(self._bias_ids):
+            before.append((self._bias_ids, row[self._bias_ids]))
             row[self._bias_ids] += self._bias
         if self._must_go_on:
+            before.append((self._stops, row[self._stops]))
             row[self._stops] = -np.inf
         if self._penalise:
-            ids, counts = self._seen.ids, self._seen.counts
-            values = row[ids]
+            ids, values = self._seen.ids, row[self._seen.ids]
+            before.append((ids, values))
             if params.repetition_penalty != 1.0:
                 penalty = np.float32(params.repetition_penalty)
                 values = np.where(values > 0, values / penalty, values * penalty)
-            values -= np.float32(params.frequency_penalty) * counts
-            values -= np.float32(params.presence_penalty) * (counts > 0)
-            row[ids] = values
+            row[ids] = values - self._seen.charges
+        return before
+
+
+def undo(row: np.ndarray, before: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Puts back, bit for bit, what `Penalties.apply` changed."""
+    for ids, values in reversed(before):
+        row[ids] = values

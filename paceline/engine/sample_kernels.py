@@ -7,13 +7,15 @@ Why a row needs so little work (V = 32k: microseconds, not milliseconds):
   only blocks whose bound beats the best exact score so far are scanned with real logarithms.
 * **top_p alone**: draw from the whole row first. The argmax over all tokens is the argmax over the nucleus whenever it
   lies in the nucleus, which happens with probability >= top_p and costs one masked sum to decide. Otherwise the
-  nucleus lies strictly above the token drawn: that is the prefix to search, and it holds the needed mass by construction.
-* **top_k, min_p**: block maxima give a floor that at least k tokens reach; the few candidates are gathered in id order.
+  nucleus lies above the token drawn: that is the prefix to search, and it holds the needed mass by construction.
+* **top_k**: the k-th largest block maximum is a floor that at least k tokens reach; few more do, and only blocks that
+  reach it are read again. The same holds for min_p's floor.
 * Thresholds (the k-th largest, the end of the nucleus) are found by bisection over order-preserving integer keys with
   vectorised counts and sums, so ties, infinities and any distribution take the same bounded number of passes.
 
-Everything is per row and in a fixed order: the same bits for any batch. `logits` come twice, as float32 and as the int32
-view of the same memory.
+A filter's result is two numbers (floor, last): logits above the floor survive, and those equal to it up to id `last`.
+Everything is per row and in a fixed order: the same bits for any batch. `logits` come twice, as float32 and as the
+int32 view of the same memory; a "key" is the int32 of a float in the floats' order (-0.0 just below 0.0).
 """
 
 import math
@@ -22,7 +24,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
-BLOCK = 64
+BLOCK = 64  # tokens that share one maximum
+WIDE = 256  # tokens whose bounds or weights are computed together
 GREEDY_BELOW = 1e-5
 SLACK = 1e-3  # covers the float32 rounding of the bound for every score that can still win
 EMPTY = np.int32(-(2**31))
@@ -93,7 +96,7 @@ def _gumbel_bound(h):
 
 @njit(nogil=True, cache=True)
 def _summary(bits, maxima):
-    """Fills maxima [blocks] with each block's largest key; returns the largest of all, and whether the row has a NaN."""
+    """Fills maxima [blocks] with each block's largest key; returns the largest, and whether the row has a NaN."""
     peak, magnitude = EMPTY, np.int32(0)
     for b in range(maxima.shape[0]):
         block = bits[b * BLOCK : (b + 1) * BLOCK]
@@ -119,46 +122,39 @@ def _first(row, maxima, value):
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def _bound_block(block, start, low, high, peak, inverse, bounds):
-    """Upper bounds of d + G of one block, and the largest of them."""
-    top = np.float32(-np.inf)
+def _bound_block(block, start, low, high, peak, inverse, floor, bounds):
+    """Upper bounds of d + G of one block, and the largest of them (as a key: LLVM vectorises integer maxima)."""
+    top = EMPTY
     for j in range(block.shape[0]):
         h = _token_hash(low, high, np.uint32(start + j))
         bound = (block[j] - peak) * inverse + _gumbel_bound(h)
+        bound = bound if _flip(_as_bits(block[j])) >= floor else np.float32(-np.inf)
         bounds[j] = bound
-        top = max(top, bound)
-    return top
+        top = max(top, _flip(_as_bits(bound)))
+    return _as_float(_flip(top))
 
 
 @njit(nogil=True, cache=True)
-def _race(row, low, high, peak, temperature, bounds):
-    """The argmax over the whole row of (logit - peak) / T + G; the lowest id of equals."""
+def _race(row, maxima, low, high, peak, temperature, floor, last, bounds):
+    """The argmax of (logit - peak) / T + G; the lowest id of equals.
+
+    Only logits whose key is at least `floor` take part, those equal to it only up to id `last`.
+    """
     inverse = np.float32(1.0 / temperature)
     winner, best = -1, -np.inf
-    for start in range(0, row.shape[0], BLOCK):
-        block = row[start : start + BLOCK]
-        if _bound_block(block, np.uint32(start), low, high, peak, inverse, bounds) + SLACK <= best:
+    width = WIDE if floor == EMPTY else BLOCK  # with a floor most blocks are passed over
+    for start in range(0, row.shape[0], width):
+        if maxima[start // BLOCK] < floor:
+            continue
+        block = row[start : start + width]
+        if _bound_block(block, np.uint32(start), low, high, peak, inverse, floor, bounds) + SLACK <= best:
             continue
         for j in range(block.shape[0]):
-            if bounds[j] + SLACK > best:
+            if bounds[j] + SLACK > best and (_flip(_as_bits(block[j])) != floor or start + j <= last):
                 noise = _gumbel(_token_hash(low, high, np.uint32(start + j)))
                 score = (np.float64(block[j]) - np.float64(peak)) / temperature + noise
                 if score > best:
                     winner, best = start + j, score
-    return winner
-
-
-@njit(nogil=True, cache=True)
-def _race_among(ids, keys, n, low, high, peak, temperature):
-    """The same argmax over n candidates in id order."""
-    winner, best = -1, -np.inf
-    for i in range(n):
-        h = _token_hash(low, high, np.uint32(ids[i]))
-        scaled = (np.float64(_as_float(_flip(keys[i]))) - np.float64(peak)) / temperature
-        if scaled + _gumbel_bound(h) + SLACK > best:
-            score = scaled + _gumbel(h)
-            if score > best:
-                winner, best = ids[i], score
     return winner
 
 
@@ -192,8 +188,8 @@ def _block_masses(block, peak, inverse, pivot):
 def _masses(row, peak, inverse, pivot):
     """Sums of exp((logit - peak) * inverse): over the row, and over logits above the pivot."""
     total, above = 0.0, 0.0
-    for start in range(0, row.shape[0], 4 * BLOCK):
-        a, b = _block_masses(row[start : start + 4 * BLOCK], peak, inverse, pivot)
+    for start in range(0, row.shape[0], WIDE):
+        a, b = _block_masses(row[start : start + WIDE], peak, inverse, pivot)
         total += np.float64(a)
         above += np.float64(b)
     return total, above
@@ -218,8 +214,8 @@ def _block_mass_from(keys, weights, threshold):
 @njit(nogil=True, cache=True)
 def _mass_from(keys, weights, threshold):
     mass = 0.0
-    for start in range(0, keys.shape[0], 4 * BLOCK):
-        stop = start + 4 * BLOCK
+    for start in range(0, keys.shape[0], WIDE):
+        stop = start + WIDE
         mass += np.float64(_block_mass_from(keys[start:stop], weights[start:stop], threshold))
     return mass
 
@@ -238,64 +234,35 @@ def _kth_largest(keys, k):
 
 
 @njit(nogil=True, cache=True)
-def _gather(bits, maxima, floor, ids, keys):
-    """Writes ids and keys of all tokens whose key is at least `floor`, in id order; returns how many."""
+def _gather(bits, maxima, floor, keys):
+    """Writes the keys of all tokens whose key is at least `floor`, in id order, to keys [vocab + 1]; how many."""
     n = 0
     for b in range(maxima.shape[0]):
         if maxima[b] >= floor:
-            for i in range(b * BLOCK, min(bits.shape[0], (b + 1) * BLOCK)):
-                key = _flip(bits[i])
-                if key >= floor:
-                    ids[n], keys[n] = i, key
-                    n += 1
+            block = bits[b * BLOCK : (b + 1) * BLOCK]
+            for j in range(block.shape[0]):
+                key = _flip(block[j])
+                keys[n] = key
+                n += key >= floor
     return n
 
 
 @njit(nogil=True, cache=True)
-def _keep_largest(ids, keys, n, k):
-    """Moves the k largest of n candidates to the front, in id order; of equals the lowest ids stay."""
-    if k >= n:
+def _gather_largest(bits, maxima, k, floor, keys):
+    """Gathers the k largest keys among those of at least `floor` (k = 0: all), in id order, of equals the first."""
+    if 0 < k <= maxima.shape[0]:
+        floor = max(floor, _kth_largest(maxima, k))
+    n = _gather(bits, maxima, floor, keys)
+    if k == 0 or k >= n:
         return n
     threshold = _kth_largest(keys[:n], k)
-    equals = k - (_count_from(keys[:n], threshold + np.int32(1)) if threshold < SIGN else 0)
+    equals = k - _count_from(keys[:n], threshold + np.int32(1))  # a finite logit's key is far below 2^31
     kept = 0
     for i in range(n):
         if keys[i] > threshold or (keys[i] == threshold and equals > 0):
             equals -= keys[i] == threshold
-            ids[kept], keys[kept] = ids[i], keys[i]
+            keys[kept] = keys[i]
             kept += 1
-    return kept
-
-
-@njit(nogil=True, cache=True)
-def _largest(bits, maxima, k, floor, ids, keys):
-    """Gathers the k tokens of highest logit among those of key >= floor (k = 0: all of them)."""
-    if 0 < k <= maxima.shape[0]:
-        floor = max(floor, _kth_largest(maxima, k))
-    n = _gather(bits, maxima, floor, ids, keys)
-    return _keep_largest(ids, keys, n, k) if k > 0 else n
-
-
-@njit(nogil=True, cache=True)
-def _keep_nucleus(ids, keys, weights, n, needed):
-    """Keeps the shortest prefix, by descending key and then ascending id, whose mass reaches `needed`."""
-    low, high = np.int64(EMPTY), np.int64(SIGN) + 1
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if _mass_from(keys[:n], weights[:n], np.int32(middle)) >= needed:
-            low = middle
-        else:
-            high = middle
-    threshold = np.int32(low)
-    mass = _mass_from(keys[:n], weights[:n], threshold + np.int32(1))
-    kept = 0
-    for i in range(n):
-        if keys[i] == threshold and mass < needed:
-            mass += np.float64(weights[i])
-        elif keys[i] <= threshold:
-            continue
-        ids[kept], keys[kept] = ids[i], keys[i]
-        kept += 1
     return kept
 
 
@@ -308,53 +275,106 @@ def _weigh(keys, weights, n, peak, inverse):
 
 
 @njit(nogil=True, cache=True)
-def _draw_filtered(row, bits, maxima, scratch, peak, low, high, temperature, top_p, min_p, top_k):
-    """min_p, then top_k, then top_p over what is left, renormalised; then the race among the survivors."""
-    ids, keys, weights = scratch
+def _nucleus(keys, weights, needed, lowest, highest):
+    """(threshold, equals): the shortest prefix whose mass reaches `needed` is every key above the threshold and the
+    first `equals` of those equal to it. Keys and weights [n] in id order, keys between lowest and highest."""
+    low, high = np.int64(lowest), np.int64(highest) + 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if _mass_from(keys, weights, np.int32(middle)) >= needed:
+            low = middle
+        else:
+            high = middle
+    threshold = np.int32(low)
+    mass = _mass_from(keys, weights, threshold + np.int32(1))
+    equals = 0
+    for i in range(keys.shape[0]):
+        if keys[i] == threshold and mass < needed:
+            mass += np.float64(weights[i])
+            equals += 1
+    return threshold, equals
+
+
+@njit(nogil=True, cache=True)
+def _nth_equal(bits, maxima, key, n):
+    """The id of the n-th token (from 1) with this key; past the vocabulary if there are fewer."""
+    for b in range(maxima.shape[0]):
+        if maxima[b] >= key:
+            for i in range(b * BLOCK, min(bits.shape[0], (b + 1) * BLOCK)):
+                if _flip(bits[i]) == key:
+                    n -= 1
+                    if n == 0:
+                        return i
+    return bits.shape[0]
+
+
+@njit(nogil=True, cache=True)
+def _survivors(bits, maxima, scratch, key, temperature, top_p, min_p, top_k):
+    """(floor, last) of the tokens that min_p, then top_k, then top_p over the rest, renormalised, leave.
+
+    They are those whose key is above `floor`, and those equal to it up to id `last`. `key` is the row's largest.
+    """
+    keys, weights = scratch
+    peak = _as_float(_flip(key))
     floor = EMPTY
     if min_p > 0.0:
-        floor = _flip(_as_bits(np.float32(peak + temperature * math.log(min_p))))
-    n = _largest(bits, maxima, top_k, min(floor, _flip(_as_bits(peak))), ids, keys)
-    if top_p < 1.0 and n > 1:
+        floor = min(key, _flip(_as_bits(np.float32(peak + temperature * math.log(min_p)))))
+        if top_k == 0 and top_p >= 1.0:
+            return floor, bits.shape[0]
+    n = _gather_largest(bits, maxima, top_k, floor, keys)
+    threshold, equals = EMPTY, 0
+    if top_p < 1.0:
         total = _weigh(keys, weights, n, peak, np.float32(1.0 / temperature))
-        n = _keep_nucleus(ids, keys, weights, n, max(top_p * total, 1e-30))
-    return _race_among(ids, keys, n, low, high, peak, temperature)
+        threshold, equals = _nucleus(keys[:n], weights[:n], _needed(top_p, total), floor, key)
+    if equals == 0:  # all candidates stay
+        threshold = _kth_largest(keys[:n], n)
+        equals = n - _count_from(keys[:n], threshold + np.int32(1))
+    return threshold, _nth_equal(bits, maxima, threshold, equals)
+
+
+@njit(nogil=True, cache=True)
+def _needed(top_p, total):
+    """The mass a nucleus must reach: at least one token's, however small top_p is."""
+    return max(top_p * total, 1e-30)
 
 
 @njit(nogil=True, cache=True)
 def _draw_nucleus(row, bits, maxima, scratch, bounds, peak, low, high, temperature, top_p):
     """top_p alone: draw from everything, keep it if it lies in the nucleus, else search the nucleus above it."""
-    ids, keys, weights = scratch
+    keys, weights = scratch
     inverse = np.float32(1.0 / temperature)
-    winner = _race(row, low, high, peak, temperature, bounds)
+    winner = _race(row, maxima, low, high, peak, temperature, EMPTY, row.shape[0], bounds)
     pivot = row[winner]
-    total, above = _masses(row, peak, inverse, pivot)
     equals = 0
     for i in range(winner):
         equals += row[i] == pivot
-    above += equals * np.float64(_exp((pivot - peak) * inverse))
-    needed = max(top_p * total, 1e-30)
-    if above < needed:
+    if pivot == peak and equals == 0:
         return winner
-    n = _gather(bits, maxima, _flip(_as_bits(pivot)), ids, keys)
+    total, above = _masses(row, peak, inverse, pivot)
+    needed = _needed(top_p, total)
+    if above + equals * np.float64(_exp((pivot - peak) * inverse)) < needed:
+        return winner
+    lowest = _flip(_as_bits(pivot))
+    n = _gather(bits, maxima, lowest, keys)
     _weigh(keys, weights, n, peak, inverse)
-    n = _keep_nucleus(ids, keys, weights, n, needed)
-    return _race_among(ids, keys, n, low, high, peak, temperature)
+    threshold, equals = _nucleus(keys[:n], weights[:n], needed, lowest, _flip(_as_bits(peak)))
+    last = _nth_equal(bits, maxima, threshold, equals)
+    return _race(row, maxima, low, high, peak, temperature, threshold, last, bounds)
 
 
 @njit(nogil=True, cache=True)
-def draw_rows(logits, bits, rows, streams, positions, params, tokens):
-    """tokens[i] = the draw of row rows[i], or -1 where the row has no distribution (a NaN, +inf, or only -inf).
+def draw_rows(logits, bits, streams, positions, params, tokens):
+    """tokens[i] = the draw of row i, or -1 where the row has no distribution (a NaN, +inf, or only -inf).
 
-    logits float32 / bits int32 [batch, vocab]; rows, positions int64 [n]; streams uint64 [n]; params float64 [n, 4]:
-    temperature, top_p, min_p, top_k (0 is off); tokens int64 [n].
+    logits float32 / bits int32 [n, vocab]; streams uint64 [n]; positions int64 [n]; params float64 [n, 4]: temperature,
+    top_p, min_p, top_k (0 is off); tokens int64 [n].
     """
     vocab = logits.shape[1]
     maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
-    bounds = np.empty(BLOCK, np.float32)
-    scratch = (np.empty(vocab, np.int64), np.empty(vocab, np.int32), np.empty(vocab, np.float32))
-    for i in range(rows.shape[0]):
-        row, row_bits = logits[rows[i]], bits[rows[i]]
+    bounds = np.empty(WIDE, np.float32)
+    scratch = (np.empty(vocab + 1, np.int32), np.empty(vocab, np.float32))
+    for i in range(logits.shape[0]):
+        row, row_bits = logits[i], bits[i]
         temperature, top_p, min_p, top_k = params[i, 0], params[i, 1], params[i, 2], np.int64(params[i, 3])
         key, has_nan = _summary(row_bits, maxima)
         peak = _as_float(_flip(key))
@@ -366,14 +386,28 @@ def draw_rows(logits, bits, rows, streams, positions, params, tokens):
             continue
         noise = _position_key(streams[i], positions[i])
         low, high = np.uint32(noise & np.uint64(0xFFFFFFFF)), np.uint32(noise >> np.uint64(32))
-        if top_k > 0 or min_p > 0.0:
-            tokens[i] = _draw_filtered(
-                row, row_bits, maxima, scratch, peak, low, high, temperature, top_p, min_p, top_k
-            )
-        elif top_p < 1.0:
+        if top_k == 0 and min_p <= 0.0 and top_p < 1.0:
             tokens[i] = _draw_nucleus(row, row_bits, maxima, scratch, bounds, peak, low, high, temperature, top_p)
-        else:
-            tokens[i] = _race(row, low, high, peak, temperature, bounds)
+            continue
+        floor, last = EMPTY, vocab
+        if top_k > 0 or min_p > 0.0:
+            floor, last = _survivors(row_bits, maxima, scratch, key, temperature, top_p, min_p, top_k)
+        tokens[i] = _race(row, maxima, low, high, peak, temperature, floor, last, bounds)
+
+
+@njit(nogil=True, cache=True)
+def _ranked(bits, maxima, floor, last, n):
+    """int64 [n]: the tokens above `floor`, and equal to it up to id `last`, likeliest first; id in the low 32 bits."""
+    order = np.empty(n, np.int64)
+    found = 0
+    for b in range(maxima.shape[0]):
+        if maxima[b] >= floor:
+            for i in range(b * BLOCK, min(bits.shape[0], (b + 1) * BLOCK)):
+                key = _flip(bits[i])
+                if key > floor or (key == floor and i <= last):
+                    order[found] = i - (np.int64(key) << 32)
+                    found += 1
+    return np.sort(order)
 
 
 @njit(nogil=True, cache=True)
@@ -385,7 +419,7 @@ def describe_rows(logits, bits, rows, tokens, top, chosen, ranks, top_ids, top_l
     """
     vocab = logits.shape[1]
     maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
-    ids, keys = np.empty(vocab, np.int64), np.empty(vocab, np.int32)
+    keys = np.empty(vocab + 1, np.int32)
     for i in range(rows.shape[0]):
         row, row_bits = logits[rows[i]], bits[rows[i]]
         key, has_nan = _summary(row_bits, maxima)
@@ -402,9 +436,11 @@ def describe_rows(logits, bits, rows, tokens, top, chosen, ranks, top_ids, top_l
             higher += np.int32(row[j] > value)
         ranks[i] = 1 + higher
         if top > 0:
-            n = _largest(row_bits, maxima, top, EMPTY, ids, keys)
-            order = np.sort(-((keys[:n].astype(np.int64) << 32) - ids[:n]))
+            n = _gather_largest(row_bits, maxima, top, EMPTY, keys)
+            floor = _kth_largest(keys[:n], n)
+            last = _nth_equal(row_bits, maxima, floor, n - _count_from(keys[:n], floor + np.int32(1)))
+            order = _ranked(row_bits, maxima, floor, last, n)
             for j in range(n):
-                token = (order[j] & 0xFFFFFFFF)
+                token = order[j] & 0xFFFFFFFF
                 top_ids[i, j] = token
                 top_logprobs[i, j] = np.float64(row[token]) - norm

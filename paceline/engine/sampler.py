@@ -15,7 +15,8 @@ On a CPU the work is done by the kernels of `sample_kernels` (exact, no sorting)
 torch operations (`stock_sampler`), which draw the same tokens up to rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from paceline.core.request import SamplingParams
 from paceline.core.work import TokenLogprobs
 from paceline.engine import stock_sampler
 from paceline.engine.keyed_random import stream_key
-from paceline.engine.penalties import Penalties
+from paceline.engine.penalties import Penalties, undo
 
 try:
     from paceline.engine import sample_kernels
@@ -63,18 +64,20 @@ class SamplingState:
 def sample(
     logits: torch.Tensor, states: list[SamplingState], positions: list[int]
 ) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """One token per row of logits float32 [rows, vocab], which stay as they are; -1 where a row has no distribution.
+    """One token per row of logits float32 [rows, vocab]; -1 where a row has no distribution.
 
+    During the call penalised rows are changed in place; when it returns the logits are as they were, bit for bit.
     positions[i] is the absolute index in its sequence of the token to be drawn. Logprobs only for rows that asked
     (`params.logprobs` is not None) and have a token. States do not change: `observe` is the caller's to call.
     """
     if not states:
         return [], []
-    touched = [i for i, state in enumerate(states) if state.penalties.active]
-    if logits.device.type != "cpu" or sample_kernels is None:
-        tokens = _draw_stock(logits.float(), states, positions, touched)
+    if _stock(logits):
+        tokens = _draw_stock(logits, states, positions)
     else:
-        tokens = _draw_kernel(logits, states, positions, touched)
+        array = _array(logits)
+        with _penalised(array, states):
+            tokens = _draw_kernel(array, states, positions)
     asked = [i for i, state in enumerate(states) if state.params.logprobs is not None and tokens[i] >= 0]
     logprobs: list[TokenLogprobs | None] = [None] * len(states)
     if asked:
@@ -98,69 +101,64 @@ def warm_up(vocab_size: int) -> None:
     sample(torch.zeros(1, vocab_size), [SamplingState(params, vocab_size, (), (), ())], [0])
 
 
-def _draw_kernel(
-    logits: torch.Tensor, states: list[SamplingState], positions: list[int], touched: list[int]
-) -> list[int]:
-    """Untouched rows are read where they are; touched ones are copied and penalised first."""
-    array = _array(logits)
-    if not touched:
-        return _run_kernel(array, states, positions, list(range(len(states))))
-    tokens = [-1] * len(states)
-    changed = array[touched]
-    for row, i in zip(changed, touched, strict=True):
-        states[i].penalties.apply(row)
-    drawn = _run_kernel(changed, [states[i] for i in touched], [positions[i] for i in touched], range(len(touched)))
-    for i, token in zip(touched, drawn, strict=True):
-        tokens[i] = token
-    rest = sorted(set(range(len(states))) - set(touched))
-    drawn = _run_kernel(array, [states[i] for i in rest], [positions[i] for i in rest], rest)
-    for i, token in zip(rest, drawn, strict=True):
-        tokens[i] = token
-    return tokens
-
-
-def _run_kernel(
-    array: np.ndarray, states: list[SamplingState], positions: list[int], rows: Sequence[int]
-) -> list[int]:
-    """Draws rows[i] of array with states[i] at positions[i]."""
+def _draw_kernel(array: np.ndarray, states: list[SamplingState], positions: list[int]) -> list[int]:
+    """Draws of array float32 [rows, vocab] as it is."""
+    if all(state.greedy for state in states):
+        return _argmax(array)
     tokens = np.empty(len(states), np.int64)
     sample_kernels.draw_rows(
         array,
         array.view(np.int32),
-        np.array(rows, np.int64),
         np.array([state.stream for state in states], np.uint64),
         np.array(positions, np.int64),
-        np.array([state.numbers for state in states], np.float64).reshape(-1, 4),
+        np.array([state.numbers for state in states], np.float64),
         tokens,
     )
     return tokens.tolist()
 
 
-def _draw_stock(
-    logits: torch.Tensor, states: list[SamplingState], positions: list[int], touched: list[int]
-) -> list[int]:
+def _argmax(array: np.ndarray) -> list[int]:
+    """The lowest id of each row's largest logit; -1 where that is a NaN (NumPy's argmax finds it) or infinite."""
+    tokens = array.argmax(axis=1)
+    peaks = array[np.arange(len(array)), tokens]
+    return np.where(np.isfinite(peaks), tokens, -1).tolist()
+
+
+@contextmanager
+def _penalised(array: np.ndarray, states: list[SamplingState]) -> Iterator[None]:
+    """Inside, the rows are as their penalties want them; afterwards as they were. No row is copied."""
+    before = [(row, s.penalties.apply(row)) for row, s in zip(array, states, strict=True) if s.penalties.active]
+    try:
+        yield
+    finally:
+        for row, values in before:
+            undo(row, values)
+
+
+def _draw_stock(logits: torch.Tensor, states: list[SamplingState], positions: list[int]) -> list[int]:
     """The same in torch operations on the logits' device; penalised rows take a detour over the host."""
+    logits = logits.float()
+    touched = [i for i, state in enumerate(states) if state.penalties.active]
     if touched:
         logits = logits.clone()
-        changed = logits[touched].cpu().numpy()
-        for row, i in zip(changed, touched, strict=True):
+        changed = logits[touched].cpu()
+        with_penalties = changed.numpy()
+        for row, i in zip(with_penalties, touched, strict=True):
             states[i].penalties.apply(row)
-        logits[touched] = torch.from_numpy(changed).to(logits.device)
+        logits[touched] = changed.to(logits.device)
     return stock_sampler.draw(logits, [s.stream for s in states], positions, [s.numbers for s in states])
 
 
 def _describe(logits: torch.Tensor, rows: list[int], tokens: list[int], top: int) -> list[TokenLogprobs]:
     """Raw logprobs of tokens[i] in row rows[i], with the `top` likeliest."""
     top = min(top, logits.shape[1])
-    if logits.device.type != "cpu" or sample_kernels is None:
+    if _stock(logits):
         return stock_sampler.describe(logits[rows].float(), tokens, top)
     array, n = _array(logits), len(rows)
     chosen, ranks = np.full(n, np.nan), np.zeros(n, np.int64)
     top_ids, top_logprobs = np.empty((n, top), np.int64), np.empty((n, top))
     index, ids = np.array(rows, np.int64), np.array(tokens, np.int64)
-    sample_kernels.describe_rows(
-        array, array.view(np.int32), index, ids, top, chosen, ranks, top_ids, top_logprobs
-    )
+    sample_kernels.describe_rows(array, array.view(np.int32), index, ids, top, chosen, ranks, top_ids, top_logprobs)
     columns = zip(tokens, chosen.tolist(), ranks.tolist(), top_ids.tolist(), top_logprobs.tolist(), strict=True)
     return [TokenLogprobs(*column) if column[2] else TokenLogprobs(-1, float("nan"), 0, [], []) for column in columns]
 
@@ -169,6 +167,10 @@ def _shortened(entry: TokenLogprobs, top: int) -> TokenLogprobs:
     if len(entry.top_ids) <= top:
         return entry
     return TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top_ids[:top], entry.top_logprobs[:top])
+
+
+def _stock(logits: torch.Tensor) -> bool:
+    return logits.device.type != "cpu" or sample_kernels is None
 
 
 def _array(logits: torch.Tensor) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Text to token ids and back. No torch here: the HTTP front end imports it.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen, our own models) decodes through a table of bytes and an incremental UTF-8 decoder;
-everything else (sentencepiece-style tokenizers) through a bounded window over `tokenizers`' own decode. Both give, piece
-by piece, exactly the text that decoding everything at once gives.
+Byte-level BPE (GPT-2, Llama 3, Qwen, our own models) decodes through a table of bytes and an incremental UTF-8
+decoder; everything else (sentencepiece-style tokenizers) through a bounded window over `tokenizers`' own decode. Both
+give, piece by piece, exactly the text that decoding everything at once gives.
 """
 
 import codecs
@@ -122,9 +122,9 @@ class Detokenizer:
     """Generated ids to text as they come: `push` returns the text that later ids can no longer change.
 
     All pushes and `flush` together equal decoding all generated ids at once, seen after the prompt's last tokens (so a
-    sentencepiece-style first word keeps its space). An incomplete UTF-8 sequence waits for its rest; sentencepiece's byte
-    tokens wait for the end of their run, since one bad byte turns the whole run into U+FFFD; neither for more than
-    64 tokens.
+    sentencepiece-style first word keeps its space). An incomplete UTF-8 sequence waits for its rest; sentencepiece's
+    byte tokens wait for the end of their run, since one bad byte turns the whole run into U+FFFD; neither for more
+    than 64 tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
@@ -281,7 +281,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str | list[str]]:
-    """{"eos_token": "</s>", "additional_special_tokens": [...]}: the entries of a config that name tokens, as strings."""
+    """The entries of a config that name tokens: {"eos_token": "</s>", "additional_special_tokens": [...]}."""
     found: dict[str, str | list[str]] = {}
     for role, value in config.items():
         if role == "additional_special_tokens":
@@ -292,14 +292,14 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str | list[str]]:
 
 
 def _content(token: Any) -> str | None:
-    """A token in a config is its text, or a dict with its text in "content"; flags such as add_bos_token are neither."""
+    """A token in a config is its text, or a dict with its "content"; flags such as add_bos_token are neither."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's: a string, or the "default" (else the first) of a named list."""
+    """chat_template.jinja, else tokenizer_config.json's: a string, or a named list's "default" (else its first)."""
     file = path / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.core.batch import Batch, Slice, SliceResult, StepResult
 from paceline.core.events import Cancel, Complete, Reset
@@ -18,7 +19,7 @@ HANG_S = 10.0  # a worker that has not moved for so long is killed and started a
 MAX_RESTARTS = 3  # in a row, without a step in between
 MAX_CRASHES = 2  # workers that one sequence may be running in when they die
 
-Items = list[tuple[Slice, RunningSequence | None]]
+Part = list[tuple[int, Slice, RunningSequence]]  # index in the batch
 Pushes = list[tuple[RunningSequence, SliceOutput, str | None]]
 
 
@@ -29,6 +30,20 @@ class WorkerConfig:
     name: str
     command: Callable[[int | None], list[str]]
     eos_ids: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Flight:
+    """A batch at the worker, as one step; after a crash its suspects go one by one, so that the culprit shows."""
+
+    batch: Batch
+    parts: deque[Part]
+    results: list[SliceResult]
+    sent: float
+    later: Pushes = field(default_factory=list)
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    output_s: float = 0.0
 
 
 class WorkerGroup:
@@ -44,13 +59,14 @@ class WorkerGroup:
     ) -> None:
         self.index, self.config = index, config
         self.state, self.reason = "loading", ""
+        self.bad_input = False  # failed because of what the user gave
         self.info: EngineInfo | None = None
         self.sequences: dict[str, RunningSequence] = {}
         self.driver: Driver | None = None  # set by the fleet when every group is loaded
         self.settled = asyncio.Event()  # loaded, or failed for good
         self._directory, self._on_step, self._on_progress = directory, on_step, on_progress
         self._process: WorkerProcess | None = None
-        self._flying: dict[int, tuple[Items, float]] = {}
+        self._flying: dict[int, Flight] = {}
         self._held: list[Batch] = []  # composed while there was no worker
         self._dropped: list[int] = []
         self._restarts = 0
@@ -85,34 +101,38 @@ class WorkerGroup:
     def _on_exit(self, code: int) -> None:
         if self.state in ("failed", "stopped"):
             return
-        self._lose_sequences()
         self._restarts += 1
         if self.info is None or self._restarts > MAX_RESTARTS:
             self._fail(f"the worker ended with code {code} {self._restarts} times in a row")
             return
         self.state = "restarting"
-        if self.driver:
-            self.driver.post(Reset(self.index))
+        self._lose_sequences()
         task = asyncio.create_task(self.start())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _lose_sequences(self) -> None:
-        """Nothing is at the worker any more. Who was running in several workers that died is to blame and fails."""
-        culprits = [seq for items, _ in self._flying.values() for _, seq in items if seq is not None]
-        self._flying.clear()
+        """Nothing is at the worker any more. Who was running when two workers in a row died is to blame and fails."""
+        if self.driver is None:  # other groups are still loading: nothing runs yet
+            return
+        self.driver.post(Reset(self.index))
+        flights = list(self._flying.values())
+        running = [seq for flight in flights for _, _, seq in flight.parts[0]]
         self._held.clear()
         self._dropped.clear()
         for seq in self.sequences.values():
             seq.at_worker = False
             seq.blocks_sent = 0
-        for seq in culprits:
+        for flight in flights:
+            self._land(flight)
+        for seq in running:
             seq.crashes += 1
             if seq.crashes >= MAX_CRASHES and self.sequences.get(seq.id) is seq:
                 self.fail(seq, "the engine failed on this request more than once")
 
     def _fail(self, reason: str) -> None:
         self.state, self.reason = "failed", reason
+        self._flying.clear()
         for seq in list(self.sequences.values()):
             self.fail(seq, reason)
         self.settled.set()
@@ -124,22 +144,31 @@ class WorkerGroup:
         if self.state != "ready":
             self._held.append(batch)
             return
-        items: Items = [(item, self.sequences.get(item.sequence.id)) for item in batch.slices]
-        new = []
-        work = []
-        for item, seq in items:
+        innocent: Part = []
+        suspects: list[Part] = []
+        for index, item in enumerate(batch.slices):
+            seq = self.sequences.get(item.sequence.id)
             if seq is None:  # cancelled while the batch was held
                 continue
-            if not seq.at_worker:
-                seq.at_worker = True
-                new.append(seq.introduce())
-            work.append(self._work(item, seq))
-        self._flying[batch.id] = items, time.perf_counter()
+            if seq.crashes:
+                suspects.append([(index, item, seq)])
+            else:
+                innocent.append((index, item, seq))
+        parts = deque([innocent, *suspects] if innocent or not suspects else suspects)
+        results = [SliceResult()] * len(batch.slices)
+        self._flying[batch.id] = Flight(batch, parts, results, time.perf_counter())
+        for part in parts:
+            self._send(batch.id, part)
+
+    def _send(self, batch: int, part: Part) -> None:
+        new = [seq.introduce() for _, _, seq in part if not seq.at_worker]
+        work = [self._work(item, seq) for _, item, seq in part]
         assert self._process is not None
-        self._process.send(Step(batch.id, new, work, self._dropped))
+        self._process.send(Step(batch, new, work, self._dropped))
         self._dropped = []
 
     def _work(self, item: Slice, seq: RunningSequence) -> SliceWork:
+        seq.at_worker = True
         if seq.epoch != item.sequence.preemptions:  # it holds other blocks now
             seq.epoch = item.sequence.preemptions
             seq.blocks_sent = 0
@@ -160,37 +189,43 @@ class WorkerGroup:
                 held, self._held = self._held, []
                 for batch in held:
                     self.execute(batch)
-            case Failed(reason):
+            case Failed(reason, bad_input):
+                self.bad_input = bad_input
                 self._fail(reason)
 
     def _done(self, message: StepDone) -> None:
         """Takes a step's outputs, lets the controller decide on the next one, then tells the sinks."""
         assert self.driver is not None
-        items, sent = self._flying.pop(message.batch)
+        flight = self._flying[message.batch]
         received = time.perf_counter()
         self._restarts = 0
-        outputs = iter(message.outputs)
-        later: Pushes = []
-        results = []
-        for item, seq in items:
-            output = next(outputs) if seq is not None else None
-            if seq is None or output is None or self.sequences.get(seq.id) is not seq:  # cancelled meanwhile
-                results.append(SliceResult())
-            else:
-                results.append(self._take(item, seq, output, later))
-        checked = time.perf_counter()
-        self.driver.post(Complete(self.index, message.batch, StepResult(tuple(results))))
+        for (index, item, seq), output in zip(flight.parts.popleft(), message.outputs, strict=True):
+            if self.sequences.get(seq.id) is seq:  # not cancelled meanwhile
+                flight.results[index] = self._take(item, seq, output, flight.later)
+        flight.forward_s += message.forward_s
+        flight.sample_s += message.sample_s
+        flight.output_s += time.perf_counter() - received
+        if flight.parts:
+            return
+        self._land(flight)
+        self._report(flight, received)
+
+    def _land(self, flight: Flight) -> None:
+        """Completes a batch; after a crash only the parts that were done have results."""
+        assert self.driver is not None
+        del self._flying[flight.batch.id]
+        self.driver.post(Complete(self.index, flight.batch.id, StepResult(tuple(flight.results))))
         self.driver.flush()
         scheduled = time.perf_counter()
-        for seq, output, finish in later:
+        for seq, output, finish in flight.later:
             seq.sink.push(output, finish)
-        output_s = checked - received + time.perf_counter() - scheduled
-        self._report(message, items, received - sent, output_s)
+        flight.output_s += time.perf_counter() - scheduled
 
     def _take(self, item: Slice, seq: RunningSequence, output: SliceOutput, later: Pushes) -> SliceResult:
         if output.error:
             self.fail(seq, output.error)
             return SliceResult()
+        seq.crashes = 0
         if output.prompt_logprobs:
             output = seq.fresh_prompt_logprobs(output, item.start)
         finish = seq.take(output)
@@ -204,7 +239,7 @@ class WorkerGroup:
             self.forget(seq)
         return result
 
-    def _report(self, message: StepDone, items: Items, round_trip_s: float, output_s: float) -> None:
+    def _report(self, flight: Flight, received: float) -> None:
         assert self.driver is not None
         scheduler = self.driver.controller.groups[self.index].scheduler
         blocks = scheduler.blocks
@@ -212,18 +247,18 @@ class WorkerGroup:
             StepRecord(
                 group=self.index,
                 time=time.monotonic(),
-                tokens=sum(item.length for item, _ in items),
-                sequences=len(items),
+                tokens=flight.batch.num_tokens,
+                sequences=len(flight.batch.slices),
                 waiting=len(scheduler.waiting),
                 running=len(scheduler.running),
                 blocks_used=blocks.num_blocks - blocks.num_free,
                 blocks_total=blocks.num_blocks,
                 cached_tokens=scheduler.cached_tokens,
-                forward_s=message.forward_s,
-                sample_s=message.sample_s,
+                forward_s=flight.forward_s,
+                sample_s=flight.sample_s,
                 schedule_s=self.driver.turn_s,
-                messages_s=round_trip_s - message.forward_s - message.sample_s,
-                output_s=output_s,
+                messages_s=received - flight.sent - flight.forward_s - flight.sample_s,
+                output_s=flight.output_s,
             )
         )
 

@@ -52,9 +52,10 @@ class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="beat"):
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
-    """The worker cannot go on (bad checkpoint, no memory): one line for the user."""
+    """The worker cannot start: one line for the user, and whether what it was given is to blame."""
 
     reason: str
+    bad_input: bool
 
 
 ToWorker = Step | Shutdown

@@ -60,7 +60,7 @@ class RunningSequence:
         self.epoch = 0  # preemptions that the worker's block table has seen
         self.blocks_sent = 0
         self._prompt_logprobs = 0  # positions delivered; a recomputation yields them again
-        self.crashes = 0  # workers that died while they ran this sequence
+        self.crashes = 0  # workers that died while they ran it, since it last got on
 
     def introduce(self) -> NewSequence:
         return NewSequence(self.handle, list(self.tokens), self.num_prompt, self.params)

@@ -1,7 +1,6 @@
 """A worker process: one engine, one loop. It gets steps, runs them and answers; it decides nothing."""
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -33,7 +32,8 @@ def serve(address: str, load: Load) -> int:
     try:
         engine = load(progress)
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
-        socket.send(messages.encode(Failed(f"{type(error).__name__}: {error}" if not str(error) else str(error))))
+        bad_input = isinstance(error, ValueError | FileNotFoundError)
+        socket.send(messages.encode(Failed(str(error) or type(error).__name__, bad_input)))
         context.destroy(linger=1000)
         return 1
     loop = Loop(socket, engine)
@@ -84,7 +84,7 @@ def watch_parent() -> None:
     """Ends this process when its parent dies: stdin is a pipe that the parent never writes to."""
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        os.read(0, 1)
         os._exit(3)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -49,10 +49,6 @@ class ApiError(Exception):
             return msgspec.json.encode(self.envelope())
 
 
-class EngineFailed(Exception):
-    """A sequence ended without a result."""
-
-
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400: a fault of the request. The message names the field first."""
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)

@@ -1,7 +1,7 @@
 """A Llama decoder to train on a CPU, and the Muon optimiser for its matrices.
 
 Parameter names and arithmetic are those of Hugging Face's `LlamaForCausalLM` (rotate-half RoPE, RMSNorm before each
-block, SwiGLU, grouped-query attention, untied head), so that `state_dict()` is the checkpoint. Weights are float32;
+block, SwiGLU, grouped-query attention), so that `state_dict()` is the checkpoint. Weights are float32;
 `forward` multiplies in bfloat16 and returns float32 logits or losses.
 """
 
@@ -24,6 +24,7 @@ class LlamaShape:
     vocab: int = 2048
     rope_theta: float = 10000.0
     max_positions: int = 2048
+    tied: bool = False  # the head is the embedding
 
     @property
     def head_dim(self) -> int:
@@ -105,7 +106,8 @@ class Llama(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Decoder(shape)
-        self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
+        if not shape.tied:
+            self.lm_head = nn.Linear(shape.hidden, shape.vocab, bias=False)
         self._initialise(torch.Generator().manual_seed(seed))
 
     def _initialise(self, generator: torch.Generator) -> None:
@@ -114,7 +116,7 @@ class Llama(nn.Module):
             if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
                 nn.init.zeros_(weight)
             elif name.endswith("embed_tokens.weight"):
-                nn.init.normal_(weight, std=0.5, generator=generator)
+                nn.init.normal_(weight, std=0.02 if self.shape.tied else 0.5, generator=generator)
             elif weight.dim() == 2:
                 bound = (3 / weight.shape[1]) ** 0.5
                 nn.init.uniform_(weight, -bound, bound, generator=generator)
@@ -124,10 +126,11 @@ class Llama(nn.Module):
         x = F.embedding(tokens, self.model.embed_tokens.weight).to(torch.bfloat16)
         for layer in self.model.layers:
             x = layer(x, cos, sin)
-        return linear(self.model.norm(x), self.lm_head).float()
+        head = self.model.embed_tokens if self.shape.tied else self.lm_head
+        return linear(self.model.norm(x), head).float()
 
 
-def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+def linear(x: Tensor, layer: nn.Linear | nn.Embedding) -> Tensor:
     return F.linear(x, layer.weight.to(x.dtype))
 
 

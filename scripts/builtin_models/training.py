@@ -42,9 +42,10 @@ class RunSpec:
     tokens: int
     phases: tuple[Phase, ...]
     decay_from: float = 0.45  # fraction of the budget after which the rate falls linearly to zero
-    matrix_rate: float = 0.02
-    embedding_rate: float = 0.02
-    head_rate: float = 0.004
+    matrix_rate: float = 0.03
+    embedding_rate: float = 0.1
+    head_rate: float = 0.012
+    norm_rate: float = 0.05
     seed: int = 0
 
 
@@ -105,6 +106,17 @@ class Windows:
         return self._cached[1]
 
 
+def training_flop(spec: RunSpec) -> float:
+    """Floating-point operations of a run: 6 per matrix element and token, and the causal half of attention."""
+    shape, total = spec.shape, 0.0
+    kv_width = shape.kv_heads * shape.head_dim
+    layer = 2 * shape.hidden * (shape.hidden + kv_width) + 3 * shape.hidden * shape.intermediate
+    elements = shape.layers * layer + shape.hidden * shape.vocab
+    for step in schedule(spec):
+        total += step.tokens * 6.0 * (elements + shape.layers * step.phase.length * shape.hidden)
+    return total
+
+
 Loss = Callable[[Llama, Tensor, Tensor], Tensor]
 
 
@@ -137,9 +149,10 @@ class Trainer:
         norms = [p for p in self.model.parameters() if p.dim() == 1]
         groups = [
             {"params": [self.model.model.embed_tokens.weight], "peak": spec.embedding_rate},
-            {"params": [self.model.lm_head.weight], "peak": spec.head_rate},
-            {"params": norms, "peak": spec.embedding_rate / 2},
+            {"params": norms, "peak": spec.norm_rate},
         ]
+        if not spec.shape.tied:
+            groups.insert(1, {"params": [self.model.lm_head.weight], "peak": spec.head_rate})
         self.muon = Muon(matrices, spec.matrix_rate)
         self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.97), eps=1e-10, weight_decay=0.0, fused=True)
         self.steps_done, self.seconds = 0, 0.0

@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh machine: `make serve` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: serve test lint bench models install clean
+
+serve: install
+	$(BIN)/paceline serve $(ARGS)
+
+test: $(VENV)/test-installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/test-installed
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/test-installed
+	$(BIN)/python -m benchmarks $(ARGS)
+
+models: install
+	$(BIN)/python scripts/train_builtin.py $(ARGS)
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/test-installed: $(VENV)/installed
+	$(PIP) -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,95 @@
+"""`paceline chat`: a conversation with a running server, streamed."""
+
+import http.client
+import json
+import sys
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import typer
+from rich.console import Console
+
+
+def chat(
+    message: str = typer.Argument(None, help="Say this once and leave; without it, a conversation until Ctrl-D."),
+    url: str = typer.Option("http://127.0.0.1:8000", help="Where the server listens."),
+    model: str = typer.Option(None, help="Model to talk to; the server's first one by default."),
+    api_key: str = typer.Option("", envvar="PACELINE_API_KEY", help="Key, if the server wants one."),
+    max_tokens: int = typer.Option(256, min=1, help="The most tokens of an answer."),
+    temperature: float = typer.Option(0.7, min=0.0, max=2.0),
+) -> None:
+    """Chat with a running server.
+
+    Example: paceline chat "def fibonacci(n):" --max-tokens 64
+    """
+    client = Client(url, api_key)
+    model = model or client.models()[0]
+    history: list[dict[str, str]] = []
+    console = Console(stderr=True)
+    if not message:
+        console.print(f"[dim]{model} at {url}; Ctrl-D ends[/dim]")
+    while line := message or _ask():
+        history.append({"role": "user", "content": line})
+        answer = []
+        request = {"model": model, "messages": history, "max_tokens": max_tokens, "temperature": temperature}
+        for piece in client.stream(request):
+            answer.append(piece)
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        history.append({"role": "assistant", "content": "".join(answer)})
+        if message:
+            return
+
+
+def _ask() -> str:
+    try:
+        return input("> ")
+    except EOFError:
+        return ""
+
+
+class Client:
+    """As much of the OpenAI API as a chat needs."""
+
+    def __init__(self, url: str, api_key: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url: {url!r} is not like http://HOST:PORT")
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._connect = lambda: kind(parts.hostname or "", parts.port, timeout=600)
+        self._url, self._prefix = url, parts.path.rstrip("/")
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
+
+    def models(self) -> list[str]:
+        return [model["id"] for model in json.load(self._send("GET", "/v1/models"))["data"]]
+
+    def stream(self, request: dict[str, object]) -> Iterator[str]:
+        """Text of the answer, piece by piece."""
+        response = self._send("POST", "/v1/chat/completions", request | {"stream": True})
+        for line in response:
+            data = line.decode().removeprefix("data: ").strip()
+            if not data or data == "[DONE]":
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise ValueError(chunk["error"]["message"])
+            for choice in chunk["choices"]:
+                yield choice["delta"].get("content") or ""
+
+    def _send(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
+        connection = self._connect()
+        try:
+            connection.request(method, self._prefix + path, json.dumps(body) if body else None, self._headers)
+            response = connection.getresponse()
+        except OSError as error:
+            raise ValueError(f"url: no server answers at {self._url}: {error}") from error
+        if response.status != 200:
+            try:
+                reason = json.load(response)["error"]["message"]
+            except (ValueError, KeyError, TypeError):
+                reason = response.reason
+            raise ValueError(f"the server says {response.status}: {reason}")
+        return response

@@ -1,0 +1,54 @@
+"""The fleet file: which models to serve (DESIGN, section 7). Unknown keys are errors with a suggestion."""
+
+import difflib
+from pathlib import Path
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+
+class Entry(BaseModel):
+    """One model of the fleet."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    name: str = Field(min_length=1, max_length=128)
+    source: str
+    quantization: Literal["none"] = "none"
+
+
+class FleetFile(BaseModel):
+    """The whole file."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    models: list[Entry] = Field(min_length=1)
+
+
+def load(path: Path) -> FleetFile:
+    """Reads a fleet file. Raises ValueError with one line that names the key and the valid values."""
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    try:
+        fleet = FleetFile.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_first(error)}") from error
+    names = [entry.name for entry in fleet.models]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path}: models.name: {twice[0]!r} is there twice; names must differ")
+    return fleet
+
+
+def _first(error: ValidationError) -> str:
+    """The first mistake as KEY: what is wrong; for an unknown key the valid ones, nearest first."""
+    mistake = error.errors()[0]
+    where = ".".join(str(part) for part in mistake["loc"]) or "file"
+    if mistake["type"] != "extra_forbidden":
+        return f"{where}: {mistake['msg']}"
+    key = str(mistake["loc"][-1])
+    valid = list((Entry if len(mistake["loc"]) > 1 else FleetFile).model_fields)
+    near = difflib.get_close_matches(key, valid, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{where}: unknown key; {hint}valid are {', '.join(valid)}"

@@ -1,0 +1,43 @@
+"""The command `paceline`. Exit codes: 0 done, 2 bad input (one line names it), 1 anything else."""
+
+import sys
+
+import typer
+
+from paceline import __version__
+from paceline.cli.chat import chat
+from paceline.cli.serve import serve
+
+app = typer.Typer(
+    help="Many language models on a few devices, each inside its latency goal, behind one OpenAI-compatible port.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(chat)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True)) -> None:
+    pass
+
+
+def main() -> None:
+    try:
+        app()
+    except ValueError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

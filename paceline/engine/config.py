@@ -1,0 +1,279 @@
+"""What a checkpoint directory says of itself: config.json and generation_config.json as one frozen value.
+
+Keys and their defaults are those of Hugging Face's configuration classes, in both styles: `rope_scaling` beside
+`rope_theta` (old) and `rope_parameters` (transformers 5). Nothing is ever run from the directory: `auto_map` is ignored.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot be served: the message names the file, the key or tensor, and what would be valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What differs between the supported decoders; a missing key takes the default of the original class."""
+
+    qkv_bias: bool | str  # a config key, or fixed
+    out_bias: bool | str
+    mlp_bias: bool | str
+    qk_norm: bool = False  # RMS norm over each head's query and key, before the rotation
+    window: str = "none"  # none; all: `sliding_window` in every layer; layers: as `layer_types` say
+    defaults: tuple[tuple[str, Any], ...] = ()
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture("attention_bias", "attention_bias", "mlp_bias"),
+    "MistralForCausalLM": Architecture(
+        False, False, False, window="all",
+        defaults=(("num_key_value_heads", 8), ("sliding_window", 4096), ("max_position_embeddings", 131072)),
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        True, False, False, window="layers",
+        defaults=(("num_key_value_heads", 32), ("sliding_window", 4096), ("max_position_embeddings", 32768)),
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        "attention_bias", "attention_bias", False, qk_norm=True, window="layers",
+        defaults=(
+            ("num_key_value_heads", 32), ("sliding_window", 4096), ("max_position_embeddings", 32768),
+            ("head_dim", 128),
+        ),
+    ),
+}  # fmt: skip
+
+ROPE_TYPES = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and how positions are stretched beyond the trained length."""
+
+    theta: float = 10000.0
+    kind: str = "default"  # a key of ROPE_TYPES
+    factor: float = 1.0
+    original_context: int = 0  # tokens
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One decoder, as numbers. `windows[i]` is how many positions back (itself included) layer i sees; None is all."""
+
+    architecture: str
+    vocab_size: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    max_context: int  # tokens
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]
+    rope: RopeConfig
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of key and value in all layers, in float32."""
+        return 2 * 4 * self.layers * self.kv_heads * self.head_dim
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that are held, in float32: all but the embedding table, which stays in its file."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        matrices = self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
+        biases = (queries + 2 * keys) * self.qkv_bias + self.hidden * self.out_bias
+        biases += (2 * self.intermediate + self.hidden) * self.mlp_bias
+        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
+        return 4 * (self.layers * (matrices + biases + norms) + self.hidden * (self.vocab_size + 1))
+
+    @staticmethod
+    def load(path: Path | str) -> "ModelConfig":
+        """Reads `path`/config.json (and generation_config.json). Raises ModelError."""
+        folder = Path(path)
+        raw = read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        return _parse(raw, read_json(generation) if generation.exists() else {}, str(folder / "config.json"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ModelError, naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+class _Keys:
+    """Typed access to the keys of one config file, with the architecture's defaults beneath."""
+
+    def __init__(self, raw: dict[str, Any], defaults: dict[str, Any], where: str):
+        self.raw, self.defaults, self.where = raw, defaults, where
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.raw.get(key, self.defaults.get(key, default))
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self.get(key, default)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelError(f"{self.where}: {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ModelError(f"{self.where}: {key} must be a whole number of at least {least}, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ModelError(f"{self.where}: {key} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: bool | str, default: bool = False) -> bool:
+        if isinstance(key, bool):
+            return key
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.where}: {key} must be true or false, not {value!r}")
+        return value
+
+
+def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> ModelConfig:
+    name, rules = _architecture(raw, where)
+    keys = _Keys(raw, dict(rules.defaults), where)
+    _refuse_unsupported(raw, keys, where)
+    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    layers = keys.integer("num_hidden_layers")
+    # An explicit null means "as many as heads"; a missing key is the class's default.
+    kv_heads = keys.integer("num_key_value_heads", heads)
+    head_dim = keys.integer("head_dim", hidden // heads)
+    if heads % kv_heads:
+        raise ModelError(f"{where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise ModelError(f"{where}: head_dim must be even for rotary embeddings, not {head_dim}")
+    max_context = keys.integer("max_position_embeddings", 2048)
+    eos = generation.get("eos_token_id")
+    return ModelConfig(
+        architecture=name,
+        vocab_size=keys.integer("vocab_size"),
+        hidden=hidden,
+        intermediate=keys.integer("intermediate_size"),
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        max_context=max_context,
+        tied=keys.flag("tie_word_embeddings"),
+        qkv_bias=keys.flag(rules.qkv_bias),
+        out_bias=keys.flag(rules.out_bias),
+        mlp_bias=keys.flag(rules.mlp_bias),
+        qk_norm=rules.qk_norm,
+        windows=_windows(keys, rules, layers),
+        rope=_rope(raw, max_context, where),
+        eos_ids=_token_ids(eos if eos is not None else raw.get("eos_token_id"), "eos_token_id", where),
+        bos_id=next(iter(_token_ids(raw.get("bos_token_id"), "bos_token_id", where)), None),
+    )
+
+
+def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Architecture]:
+    listed = raw.get("architectures") or []
+    for name in listed:
+        if name in ARCHITECTURES:
+            return name, ARCHITECTURES[name]
+    found = ", ".join(map(str, listed)) or f"none (model_type {raw.get('model_type', 'missing')})"
+    supported = ", ".join(sorted(ARCHITECTURES))
+    raise ModelError(f"{where}: architectures: {found} is not supported; supported are {supported}")
+
+
+def _refuse_unsupported(raw: dict[str, Any], keys: _Keys, where: str) -> None:
+    if raw.get("quantization_config"):
+        raise ModelError(f"{where}: quantization_config: quantized checkpoints are not supported, only bf16, fp16, fp32")
+    if keys.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelError(f"{where}: hidden_act must be silu, not {raw['hidden_act']!r}")
+
+
+def _windows(keys: _Keys, rules: Architecture, layers: int) -> tuple[int | None, ...]:
+    if rules.window == "none" or keys.get("sliding_window") is None:
+        return (None,) * layers
+    if rules.window == "layers" and not keys.flag("use_sliding_window"):
+        return (None,) * layers
+    window = keys.integer("sliding_window")
+    if rules.window == "all":
+        return (window,) * layers
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        first = keys.integer("max_window_layers", 28, least=0)
+        kinds = ["sliding_attention" if layer >= first else "full_attention" for layer in range(layers)]
+    known = {"sliding_attention": window, "full_attention": None}
+    if not isinstance(kinds, list) or len(kinds) != layers or not set(kinds) <= set(known):
+        raise ModelError(f"{keys.where}: layer_types must list {layers} of {', '.join(known)}")
+    return tuple(known[kind] for kind in kinds)
+
+
+def _rope(raw: dict[str, Any], max_context: int, where: str) -> RopeConfig:
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise ModelError(f"{where}: rope_scaling must be an object, not {given!r}")
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind not in ROPE_TYPES:
+        raise ModelError(f"{where}: rope_type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}")
+    keys = _Keys(given, {}, f"{where}: rope_scaling")
+    for key in ROPE_TYPES[kind]:
+        if given.get(key) is None:
+            raise ModelError(f"{where}: rope_type {kind} needs {key}")
+    if keys.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
+        raise ModelError(f"{where}: partial_rotary_factor other than 1 is not supported")
+    original = keys.integer("original_max_position_embeddings", max_context)
+    factor = given.get("factor")  # yarn may leave it out
+    optional = {
+        key: None if given.get(key) is None else keys.number(key, 1.0)
+        for key in ("attention_factor", "mscale", "mscale_all_dim")
+    }
+    return RopeConfig(
+        theta=keys.number("rope_theta", _Keys(raw, {}, where).number("rope_theta", 10000.0)),
+        kind=kind,
+        factor=max_context / original if factor is None else keys.number("factor", 1.0),
+        original_context=original,
+        low_freq_factor=keys.number("low_freq_factor", 1.0),
+        high_freq_factor=keys.number("high_freq_factor", 4.0),
+        beta_fast=float(given.get("beta_fast") or 32.0),
+        beta_slow=float(given.get("beta_slow") or 1.0),
+        truncate=keys.flag("truncate", True),
+        **optional,
+    )
+
+
+def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(item, bool) or not isinstance(item, int) or item < 0 for item in ids):
+        raise ModelError(f"{where}: {key} must be a token id or a list of them, not {value!r}")
+    return tuple(ids)

@@ -1,0 +1,109 @@
+"""The paged key-value pool and how much memory there is for it.
+
+    layer i:  keys[i], values[i]  [num_blocks, block_size, kv_heads, head_dim] float32
+    a token at position p of a sequence with block table t lies in block t[p // block_size], row p % block_size
+
+Which blocks a sequence holds is the driver's business (`batching/blocks`); here are only tensors.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.engine.config import ModelConfig, ModelError
+
+DEFAULT_POOL = 4 << 30  # bytes, when neither memory nor a number of blocks is given
+MARGIN = 0.1  # of what is free is left to others when no memory is given
+
+
+class KVCache:
+    """All layers' keys and values. Filled with zeros at once, so that the memory is there from the start."""
+
+    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu"):
+        shape = (config.layers, 2, num_blocks, block_size, config.kv_heads, config.head_dim)
+        self.pool = torch.empty(shape, dtype=torch.float32, device=device).zero_()
+        self.keys = [layer[0] for layer in self.pool]
+        self.values = [layer[1] for layer in self.pool]
+        self.key_rows = [keys.flatten(0, 1) for keys in self.keys]  # [slots, kv_heads, head_dim], views
+        self.value_rows = [values.flatten(0, 1) for values in self.values]
+        self.num_blocks, self.block_size = num_blocks, block_size
+
+    @property
+    def nbytes(self) -> int:
+        return self.pool.numel() * self.pool.element_size()
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values [tokens, kv_heads, head_dim] at slots [tokens] = block * block_size + row."""
+        self.key_rows[layer].index_copy_(0, slots, keys)
+        self.value_rows[layer].index_copy_(0, slots, values)
+
+    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of blocks [n], one after the other: [n * block_size, kv_heads, head_dim] each."""
+        keys = self.keys[layer].index_select(0, blocks)
+        return keys.flatten(0, 1), self.values[layer].index_select(0, blocks).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the process will hold, in bytes: what is there before the weights, weights, KV, the largest step."""
+
+    baseline: int
+    weights: int
+    kv: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.baseline + self.weights + self.kv + self.activations
+
+
+def resident_bytes() -> int:
+    """What this process holds now."""
+    return _proc("/proc/self/status", "VmRSS")
+
+
+def available_bytes(device: str = "cpu") -> int:
+    """What could still be taken on this machine, under its control group's limit too, or on the device."""
+    if device != "cpu":
+        return torch.cuda.mem_get_info(device)[0]
+    free = _proc("/proc/meminfo", "MemAvailable")
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    return min(free, limit - used) if limit is not None and used is not None else free
+
+
+def pool_blocks(
+    config: ModelConfig, block_size: int, *, used: int, memory: int | None, useful_tokens: int, device: str = "cpu"
+) -> int:
+    """How many blocks fit: `used` bytes of the process's `memory` are taken by all else.
+
+    Without `memory` it is what the machine has left less a margin, at most DEFAULT_POOL. Never more than
+    `useful_tokens` need. Raises ModelError when not even one block fits.
+    """
+    per_block = config.kv_bytes_per_token * block_size
+    if memory is None:
+        room = min(DEFAULT_POOL, int(available_bytes(device) * (1 - MARGIN)) - max(0, used - resident_bytes()))
+    else:
+        room = memory - used
+    blocks = min(room // per_block, -(-useful_tokens // block_size))
+    if blocks < 1:
+        raise ModelError(
+            f"not enough memory: {used >> 20} MiB are needed beside the KV cache and {max(0, room) >> 20} MiB remain "
+            f"for it, less than one block of {block_size} tokens ({per_block >> 10} KiB)"
+        )
+    return blocks
+
+
+def _proc(path: str, key: str) -> int:
+    """The value in bytes of a line `key: N kB`; 0 where the system has no such file."""
+    file = Path(path)
+    if not file.exists():
+        return 0
+    lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
+    return next((int(words[1]) * 1024 for words in lines if words and words[0] == f"{key}:"), 0)
+
+
+def _number(path: Path) -> int | None:
+    text = path.read_text(encoding="ascii").strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,250 @@
+"""One model on one device: keeps sequences and the KV pool, runs steps. Satisfies `core.work.Engine`.
+
+A step is: forget and learn sequences, one forward pass over all slices, logits of the rows that need them, sampling.
+A fault that belongs to one sequence is that sequence's answer; the others of the step do not notice.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork, TokenLogprobs
+from paceline.engine import attention, sampler
+from paceline.engine.attention import SliceSpan, plan_step
+from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.kv_cache import KVCache, MemoryPlan, pool_blocks, resident_bytes
+from paceline.engine.model import Decoder, Progress, load_decoder
+from paceline.engine.sampler import SamplingState
+from paceline.engine.weights import Checkpoint
+
+LOGIT_ROWS = 64  # logits at a time: bounds their memory where every prompt token's are asked for
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What the engine remembers of a sequence."""
+
+    tokens: list[int]  # known: prompt and generated
+    num_prompt: int
+    prompt_top: int | None  # prompt_logprobs of its parameters
+    state: SamplingState
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Job:
+    """One slice of a step on its way to an output."""
+
+    work: SliceWork
+    sequence: _Sequence | None = None
+    span: SliceSpan | None = None
+    hidden: Tensor | None = None  # [length, hidden]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str = ""
+
+    def output(self) -> SliceOutput:
+        if self.error:
+            return SliceOutput([], error=self.error)
+        return SliceOutput(self.tokens, self.logprobs, self.prompt_logprobs)
+
+
+class ModelRunner:
+    """A loaded model. `step` is to be called from one thread."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, device: str = "cpu"):
+        self.decoder, self.cache, self.info, self.device = decoder, cache, info, device
+        self.windows = set(decoder.config.windows)
+        self.sequences: dict[int, _Sequence | str] = {}  # a text is why the sequence could not be learnt
+        self.progress = 0
+
+    @staticmethod
+    def load(
+        path: Path | str,
+        *,
+        max_batch_tokens: int,
+        max_batch: int,
+        device: str = "cpu",
+        memory: int | None = None,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        context: int | None = None,
+        threads: int | None = None,
+        progress: Progress = lambda done, total: None,
+    ) -> "ModelRunner":
+        """Loads a checkpoint directory and plans its memory before the weights are read.
+
+        `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool;
+        `context` the most tokens of a sequence. Raises ModelError.
+        """
+        config = ModelConfig.load(path)
+        if context is not None and not 1 <= context <= config.max_context:
+            raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
+        context = context or config.max_context
+        checkpoint = Checkpoint(path)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        _warm_up(config, block_size, device)
+        baseline = resident_bytes() if device == "cpu" else 0
+        activations = activation_bytes(config, max_batch_tokens, max_batch, context)
+        if num_blocks is None:
+            used = baseline + config.weight_bytes + activations
+            useful = max_batch * context
+            num_blocks = pool_blocks(
+                config, block_size, used=used, memory=memory, useful_tokens=useful, device=device
+            )
+        decoder = load_decoder(checkpoint, config, device=device, progress=progress)
+        cache = KVCache(config, num_blocks, block_size, device)
+        plan = MemoryPlan(baseline, config.weight_bytes, cache.nbytes, activations)
+        fits = min(context, num_blocks * block_size)
+        info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits)
+        return ModelRunner(decoder, cache, info, device)
+
+    @torch.inference_mode()
+    def step(
+        self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]
+    ) -> tuple[list[SliceOutput], float, float]:
+        """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
+        for name in dropped:
+            self.sequences.pop(name, None)
+        for sequence in new:
+            self._learn(sequence)
+        started = perf_counter()
+        jobs = [_Job(work) for work in slices]
+        for job in jobs:
+            self._prepare(job)
+        self._forward([job for job in jobs if not job.error])
+        sampling = -perf_counter()
+        self._prompt_logprobs([job for job in jobs if not job.error])
+        head_seconds = self._emit([job for job in jobs if job.work.emits and not job.error])
+        sampling += perf_counter() - head_seconds
+        forward = perf_counter() - started - sampling
+        return [job.output() for job in jobs], forward, sampling
+
+    def _learn(self, new: NewSequence) -> None:
+        generated = new.tokens[new.num_prompt :]
+        config = self.decoder.config
+        try:
+            state = SamplingState(
+                new.params, config.vocab_size, config.eos_ids, new.tokens[: new.num_prompt], generated
+            )
+        except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone
+            self.sequences[new.id] = f"{type(error).__name__}: {error}"
+            return
+        self.sequences[new.id] = _Sequence(list(new.tokens), new.num_prompt, new.params.prompt_logprobs, state)
+
+    def _prepare(self, job: _Job) -> None:
+        """Updates the block table and checks the slice."""
+        work, sequence = job.work, self.sequences.get(job.work.id)
+        if not isinstance(sequence, _Sequence):
+            job.error = sequence or f"sequence {work.id} is not known"
+            return
+        sequence.blocks[work.first_block :] = work.blocks
+        end = work.start + work.length
+        job.sequence, job.span = sequence, SliceSpan(work.start, work.length, sequence.blocks)
+        vocabulary, blocks = self.decoder.config.vocab_size, self.info.num_blocks
+        if not 0 <= work.start < end <= len(sequence.tokens):
+            job.error = f"tokens [{work.start}, {end}) of {len(sequence.tokens)} known"
+        elif work.emits and end != len(sequence.tokens):
+            job.error = f"emits after token {end} of {len(sequence.tokens)} known"
+        elif len(sequence.blocks) * self.info.block_size < end:
+            job.error = f"{len(sequence.blocks)} blocks are too few for {end} tokens"
+        elif not all(0 <= block < blocks for block in work.blocks):
+            job.error = f"block ids must be from 0 to {blocks - 1}"
+        elif not all(0 <= token < vocabulary for token in sequence.tokens[work.start : end]):
+            job.error = f"token ids must be from 0 to {vocabulary - 1}"
+
+    def _forward(self, jobs: list[_Job]) -> None:
+        """Sets `hidden` of each job, or its error: where several fail together, each is run alone."""
+        if not jobs:
+            return
+        try:
+            plan = plan_step([job.span for job in jobs], self.windows, self.info.block_size, self.device)
+            tokens = [token for job in jobs for token in job.sequence.tokens[job.span.start :][: job.span.length]]
+            hidden = self.decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, self._tick)
+            for job, rows in zip(jobs, hidden.split([job.span.length for job in jobs]), strict=True):
+                job.hidden = rows
+        except Exception as error:
+            # A forward pass writes only the keys and values of its own slices: it can be run again.
+            if len(jobs) == 1:
+                jobs[0].error = f"{type(error).__name__}: {error}"
+                return
+            for job in jobs:
+                self._forward([job])
+
+    def _tick(self) -> None:
+        self.progress += 1
+
+    def _prompt_logprobs(self, jobs: list[_Job]) -> None:
+        """Of prompt tokens [start + 1, end + 1), for sequences that asked."""
+        for job in jobs:
+            sequence, start = job.sequence, job.span.start
+            targets = sequence.tokens[start + 1 : min(start + job.span.length + 1, sequence.num_prompt)]
+            if sequence.prompt_top is None or not targets:
+                continue
+            try:
+                for begin in range(0, len(targets), LOGIT_ROWS):
+                    some = targets[begin : begin + LOGIT_ROWS]
+                    logits = self.decoder.logits(job.hidden[begin : begin + len(some)])
+                    job.prompt_logprobs += sampler.prompt_logprobs(logits, some, sequence.prompt_top)
+            except Exception as error:
+                job.error = f"{type(error).__name__}: {error}"
+
+    def _emit(self, jobs: list[_Job]) -> float:
+        """Samples one token for each job and appends it; seconds that the logits took."""
+        seconds = 0.0
+        for begin in range(0, len(jobs), LOGIT_ROWS):
+            some = jobs[begin : begin + LOGIT_ROWS]
+            started = perf_counter()
+            logits = self.decoder.logits(torch.cat([job.hidden[-1:] for job in some]))
+            seconds += perf_counter() - started
+            self._sample(some, logits)
+        return seconds
+
+    def _sample(self, jobs: list[_Job], logits: Tensor) -> None:
+        states = [job.sequence.state for job in jobs]
+        positions = [job.span.start + job.span.length for job in jobs]
+        try:
+            tokens, logprobs = sampler.sample(logits, states, positions)
+        except Exception as error:
+            if len(jobs) == 1:
+                jobs[0].error = f"{type(error).__name__}: {error}"
+                return
+            for row, job in enumerate(jobs):
+                self._sample([job], logits[row : row + 1])
+            return
+        for job, token, logprob in zip(jobs, tokens, logprobs, strict=True):
+            if token < 0:
+                job.error = "the model gave no distribution (logits are NaN or infinite)"
+                continue
+            job.sequence.state.observe(token)
+            job.sequence.tokens.append(token)
+            job.tokens.append(token)
+            if logprob is not None:
+                job.logprobs.append(logprob)
+
+
+def activation_bytes(config: ModelConfig, max_batch_tokens: int, max_batch: int, context: int) -> int:
+    """The most that one step holds beside weights and KV.
+
+    Rows of a layer at its widest (states, norm, and either projections and heads or both halves of the MLP), logits of
+    LOGIT_ROWS rows with a copy for the sampler, and keys and values of one prompt chunk gathered from the pool.
+    """
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    attention_row = queries + 2 * keys + 3 * queries
+    row = 3 * config.hidden + max(attention_row, 3 * config.intermediate)
+    logits = 2 * min(max(max_batch, LOGIT_ROWS), LOGIT_ROWS) * config.vocab_size
+    gathered = 2 * keys * min(context, attention.gathered_tokens(config.windows, context, max_batch_tokens))
+    return 4 * (row * max_batch_tokens + logits + gathered)
+
+
+def _warm_up(config: ModelConfig, block_size: int, device: str) -> None:
+    """Runs every kind of operation once on small tensors: libraries are loaded and kernels compiled before memory is
+    measured and before the first request waits for it."""
+    attention.warm_up(config, block_size, device)
+    sampler.warm_up(config.vocab_size)

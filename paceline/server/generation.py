@@ -1,0 +1,352 @@
+"""One HTTP request as the fleet's sequences: submitted, turned into text, watched, and cancelled when nobody listens.
+
+A `Generation` has one `Choice` per answer. Each choice is a sink: the fleet pushes tokens into it, and it keeps the text
+and log-probabilities that are ready to be sent until the writer takes them. Streaming and non-streaming answers take the
+same pieces, so they cannot differ.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from paceline.core.request import NO_SLO, SLO, SamplingParams
+from paceline.core.work import SliceOutput, TokenLogprobs
+from paceline.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
+from paceline.runtime.api import Fleet, Overloaded, Rejected
+from paceline.server.errors import ApiError, from_rejection, model_not_found
+from paceline.server.metrics import Metrics
+
+RETRY_SIBLINGS = 1.0  # seconds, at the most, until the other choices of an accepted request are tried again
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as token ids, and as text where it came as text."""
+
+    tokens: list[int]
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How tokens become text. `echo`: the prompt comes first. `discard`: the one token asked for is thrown away."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+    discard: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All that a request asks of the fleet."""
+
+    model: str
+    tokenizer: Tokenizer
+    prompts: list[Prompt]
+    n: int
+    params: SamplingParams
+    options: TextOptions
+    namespace: str = ""
+    slo: SLO = NO_SLO
+
+
+class Entry(NamedTuple):
+    """A token with its log-probabilities (None for the first of a prompt); `offset`: where its text starts."""
+
+    offset: int
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class Piece(NamedTuple):
+    """What a choice has ready: its next text, the tokens that start in it, and the end if this is it."""
+
+    text: str
+    entries: list[Entry]
+    finish_reason: str | None
+
+
+class Choice:
+    """The sink of one sequence."""
+
+    def __init__(self, index: int, prompt: Prompt, job: Job, owner: "Generation") -> None:
+        options = job.options
+        self.index = index
+        self.id: str | None = None  # the fleet's name for it, while it has it
+        self.submitted = False
+        self.prompt = prompt
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.completion_tokens = 0
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.checks_stop = bool(options.stops)
+        self.started = False  # has given its first output
+        self._job = job
+        self._owner = owner
+        self._detokenizer = Detokenizer(job.tokenizer, prompt.tokens, options.skip_special_tokens)
+        self._stops = StopStrings(options.stops, include=True) if options.stops else None
+        self._one_by_one = self._stops is not None or job.params.logprobs is not None
+        self._ready = False  # the writer has been told
+        self._text: list[str] = []
+        self._length = 0  # characters detokenised, the echoed prompt among them
+        self._released = 0  # characters that may be sent: without what may become a stop string
+        self._echoed: list[Entry] = []  # of the prompt
+        self._entries: list[Entry] = []  # of generated tokens
+        self._cut = False  # the text ends before its tokens do
+
+    def push(self, output: SliceOutput, finish: str | None) -> bool:
+        """Takes the tokens of one step. True: the text ran into a stop string, no more tokens are wanted."""
+        if self.finish_reason is not None:
+            return True
+        self.prompt_logprobs += output.prompt_logprobs
+        tokens = output.tokens
+        if not tokens and finish is None:
+            return False
+        if not self.started:
+            self._begin()
+        if self._job.options.discard:
+            self._cut, finish = True, finish or "length"
+        elif self._one_by_one:
+            finish = self._take_each(output, finish)
+        else:
+            self.completion_tokens += len(tokens)
+            text = self._detokenizer.push(self._visible(tokens, finish))
+            if finish is not None:
+                text += self._detokenizer.flush()
+            if text:
+                self._text.append(text)
+        if finish is not None:
+            self.finish_reason = finish
+            self._owner.ended(self)
+        if not self._ready and (finish is not None or self._text):
+            self._ready = True
+            self._owner.has_output(self)
+        return finish is not None
+
+    def fail(self, reason: str) -> None:
+        """The engine lost this sequence: the whole request is over."""
+        if self.finish_reason is None:
+            self.finish_reason = "error"
+            self._owner.ended(self)
+            self._owner.fail(ApiError(500, reason or "the engine failed on this request", code="engine_error"))
+
+    def take(self) -> Piece:
+        """What is ready to be sent, once."""
+        self._ready = False
+        text = "".join(self._text)
+        self._text.clear()
+        entries, self._echoed = self._echoed, []
+        if self._entries:
+            keep = len(self._entries)
+            if self.finish_reason is None or self._cut:
+                keep = next((i for i, entry in enumerate(self._entries) if entry.offset >= self._released), keep)
+            entries += self._entries[:keep]
+            del self._entries[:keep]
+        return Piece(text, entries, self.finish_reason)
+
+    def _begin(self) -> None:
+        self.started = True
+        self._owner.began(self)
+        if self._job.options.echo:
+            text, entries = echo(self._job, self.prompt, self.prompt_logprobs)
+            self._text.append(text)
+            self._echoed = entries
+            self._length = self._released = len(text)
+
+    def _visible(self, tokens: list[int], finish: str | None) -> list[int]:
+        """The tokens that become text: all but the one that ended the sequence."""
+        if finish != "stop" or not tokens:
+            return tokens
+        if tokens[-1] in self._job.params.stop_token_ids:
+            self.stop_reason = tokens[-1]
+        return tokens if self._job.options.include_stop else tokens[:-1]
+
+    def _take_each(self, output: SliceOutput, finish: str | None) -> str | None:
+        """Token by token, so that text, counts and log-probabilities end at the same one; gives the finish reason."""
+        visible = len(self._visible(output.tokens, finish))
+        for i, token in enumerate(output.tokens):
+            self.completion_tokens += 1
+            if self._job.params.logprobs is not None:
+                self._entries.append(Entry(self._length, token, output.logprobs[i]))
+            if i < visible and self._release(self._detokenizer.push([token])):
+                return "stop"
+        if finish is not None:
+            if self._release(self._detokenizer.flush()):
+                return "stop"
+            if self._stops is not None:
+                self._emit(self._stops.flush())
+        return finish
+
+    def _release(self, text: str) -> bool:
+        """Sends `text` through the stop strings; True when it ran into one."""
+        self._length += len(text)
+        if self._stops is None:
+            self._emit(text)
+            return False
+        text, matched = self._stops.push(text)
+        if matched:
+            stop = max((stop for stop in self._job.options.stops if text.endswith(stop)), key=len)
+            self._cut, self.stop_reason = True, stop
+            text = text if self._job.options.include_stop else text[: -len(stop)]
+        self._emit(text)
+        return matched
+
+    def _emit(self, text: str) -> None:
+        if text:
+            self._text.append(text)
+            self._released += len(text)
+
+
+def echo(job: Job, prompt: Prompt, logprobs: list[TokenLogprobs]) -> tuple[str, list[Entry]]:
+    """The prompt's text, and its tokens with their log-probabilities when those were asked for."""
+    detokenizer = Detokenizer(job.tokenizer, [], job.options.skip_special_tokens)
+    if job.params.logprobs is None:
+        if prompt.text is not None:
+            return prompt.text, []
+        return detokenizer.push(prompt.tokens) + detokenizer.flush(), []
+    pieces, entries, length = [], [], 0
+    for i, token in enumerate(prompt.tokens):
+        entries.append(Entry(length, token, logprobs[i - 1] if 0 < i <= len(logprobs) else None))
+        pieces.append(detokenizer.push([token]))
+        length += len(pieces[-1])
+    pieces.append(detokenizer.flush())
+    return "".join(pieces), entries
+
+
+class Generation:
+    """The sequences of one request, from submission to the last piece."""
+
+    def __init__(self, fleet: Fleet, job: Job, metrics: Metrics) -> None:
+        self.job = job
+        self.disconnected = False
+        self._fleet = fleet
+        self._metrics = metrics
+        self._event = asyncio.Event()
+        self._ready: list[Choice] = []
+        self._error: ApiError | None = None
+        self._timers: set[asyncio.TimerHandle] = set()
+        n = job.n
+        self.choices = [Choice(p * n + i, prompt, job, self) for p, prompt in enumerate(job.prompts) for i in range(n)]
+        self.unfinished = len(self.choices)
+
+    # For the writer
+
+    def start(self) -> None:
+        """Submits the first choice of every prompt: all or none. Raises `ApiError`.
+
+        The other choices follow when the first has given its first output, so that they find its prompt in the cache.
+        """
+        try:
+            for choice in self.choices[:: self.job.n]:
+                self._submit(choice)
+        except Rejected as error:
+            self.cancel()
+            raise from_rejection(error) from None
+        except KeyError:
+            self.cancel()
+            raise model_not_found(self.job.model, [status.name for status in self._fleet.status()]) from None
+
+    async def ready(self) -> list[Choice]:
+        """The choices that have something to send, each once; waits for one. Empty when the client has left.
+
+        Raises `ApiError` when the request has failed.
+        """
+        while not self._ready and self._error is None and not self.disconnected:
+            self._event.clear()
+            await self._event.wait()
+        if self.disconnected:
+            return []
+        if self._error is not None:
+            raise self._error
+        ready, self._ready = self._ready, []
+        return ready
+
+    def take(self, choice: Choice) -> Piece:
+        """What a choice has ready. Counts those that are complete."""
+        piece = choice.take()
+        if piece.finish_reason is not None:
+            self.unfinished -= 1
+        return piece
+
+    def disconnect(self) -> None:
+        """The client has left."""
+        self.disconnected = True
+        self.cancel()
+        self._event.set()
+
+    def cancel(self) -> None:
+        """Frees whatever still runs; does nothing after the end."""
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        for choice in self.choices:
+            choice.submitted = True  # never again
+            if choice.id is not None:
+                self._fleet.cancel(choice.id)
+                choice.id = None
+                self._metrics.ended(self.job.model, "abort")
+
+    def hurry(self) -> None:
+        """Submits what waits for its first choice to begin: the fleet is about to refuse new sequences."""
+        for choice in self.choices:
+            self._submit_later(choice)
+
+    # For the choices. Called inside the fleet's step, so the fleet is not called back from here.
+
+    def began(self, choice: Choice) -> None:
+        if choice.index % self.job.n == 0 and self.job.n > 1:
+            self._call(0, self._submit_siblings, choice)
+
+    def has_output(self, choice: Choice) -> None:
+        self._ready.append(choice)
+        self._event.set()
+
+    def ended(self, choice: Choice) -> None:
+        choice.id = None
+        self._metrics.ended(self.job.model, choice.finish_reason or "error")
+
+    def fail(self, error: ApiError) -> None:
+        if self._error is None:
+            self._error = error
+            self._event.set()
+
+    # Submission
+
+    def _submit(self, choice: Choice) -> None:
+        params, tokens = self.job.params, choice.prompt.tokens
+        if nth := choice.index % self.job.n:
+            known = None if choice.prompt_logprobs else params.prompt_logprobs
+            params = replace(params, choice=nth, prompt_logprobs=known)
+        choice.id = self._fleet.submit(
+            self.job.model, tokens, params, choice, namespace=self.job.namespace, slo=self.job.slo
+        )
+        choice.submitted = True
+        self._metrics.admitted(choice.id, self.job.model, len(tokens))
+
+    def _submit_siblings(self, first: Choice) -> None:
+        for choice in self.choices[first.index + 1 : first.index + self.job.n]:
+            if not choice.submitted:
+                choice.prompt_logprobs = first.prompt_logprobs
+                self._submit_later(choice)
+
+    def _submit_later(self, choice: Choice) -> None:
+        """Submits a choice of a request that was accepted already: a full queue is waited for, not an error."""
+        if choice.submitted or self._error is not None:
+            return
+        try:
+            self._submit(choice)
+        except Overloaded as error:
+            self._call(min(RETRY_SIBLINGS, error.retry_after), self._submit_later, choice)
+        except Rejected as error:
+            self.fail(from_rejection(error))
+
+    def _call(self, delay: float, what: Callable[[Choice], None], choice: Choice) -> None:
+        def run() -> None:
+            self._timers.discard(timer)
+            what(choice)
+
+        timer = asyncio.get_running_loop().call_later(delay, run)
+        self._timers.add(timer)

@@ -1,0 +1,247 @@
+"""Prometheus metrics, made of what the runtime's observers see and of what the routes report. Plain numbers while serving;
+samples only when somebody scrapes.
+"""
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paceline.core.events import Event
+from paceline.runtime.api import StepRecord
+
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
+PARTS = ("forward", "sample", "schedule", "messages", "output")
+REASONS = ("stop", "length", "abort", "error")
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Histogram:
+    """Counts per bucket (upper bounds in seconds) and the sum."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        total, result = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            result.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return result
+
+
+class ModelMetrics:
+    """What is counted per model."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.preemptions = 0
+        self.ended = dict.fromkeys(REASONS, 0)
+        self.first_token = Histogram(FIRST_TOKEN)
+        self.between_tokens = Histogram(BETWEEN)
+        self.whole = Histogram(WHOLE)
+
+
+class _Open:
+    """A sequence on its way: times in seconds."""
+
+    __slots__ = ("arrival", "last", "model")
+
+    def __init__(self, arrival: float, model: ModelMetrics) -> None:
+        self.arrival = arrival
+        self.last = 0.0  # time of its last token; 0 before the first
+        self.model = model
+
+
+class Metrics:
+    """An observer of the fleet (`paceline.runtime.api.Observer`), and the counters of the routes."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
+        self.groups: dict[int, StepRecord] = {}  # the last step of each
+        self.parts: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(PARTS))
+        self.steps: dict[int, int] = defaultdict(int)
+        self.cached: dict[int, int] = defaultdict(int)
+        self.http: dict[tuple[str, int], int] = defaultdict(int)
+        self.rejected = 0
+        self._open: dict[str, _Open] = {}
+
+    # From the fleet
+
+    def on_events(self, events: Seq[Event]) -> None:
+        for event in events:
+            kind = event.kind
+            if kind == "tokens":
+                self._on_tokens(event)
+            elif kind == "accepted":
+                self._open[event.request] = _Open(event.time, self.models[""])
+            elif kind in ("finished", "cancelled"):
+                known = self._open.pop(event.request, None)
+                if known is not None and kind == "finished":
+                    known.model.whole.observe(event.time - known.arrival)
+            elif kind == "preempted":
+                known = self._open.get(event.request)
+                if known is not None:
+                    known.model.preemptions += 1
+            elif kind == "rejected":
+                self.rejected += 1
+
+    def _on_tokens(self, event: Event) -> None:
+        known = self._open.get(event.request)
+        if known is None or not event.tokens:
+            return
+        model = known.model
+        model.generation_tokens += event.tokens
+        if known.last:
+            model.between_tokens.observe((event.time - known.last) / event.tokens, event.tokens)
+        else:
+            model.first_token.observe(event.time - known.arrival)
+        known.last = event.time
+
+    def on_step(self, record: StepRecord) -> None:
+        group = record.group
+        self.groups[group] = record
+        self.steps[group] += 1
+        self.cached[group] += record.cached_tokens
+        parts = self.parts[group]
+        parts[0] += record.forward_s
+        parts[1] += record.sample_s
+        parts[2] += record.schedule_s
+        parts[3] += record.messages_s
+        parts[4] += record.output_s
+
+    @property
+    def busy(self) -> bool:
+        """Some sequence is waiting or running."""
+        return bool(self._open)
+
+    # From the routes
+
+    def admitted(self, id: str, model: str, prompt_tokens: int) -> None:
+        """The fleet took a sequence: from now on its times count for `model`."""
+        metrics = self.models[model]
+        metrics.prompt_tokens += prompt_tokens
+        if id in self._open:
+            self._open[id].model = metrics
+
+    def ended(self, model: str, reason: str) -> None:
+        """A sequence is over: "stop", "length", "abort" (not wanted any more) or "error"."""
+        self.models[model].ended[reason] += 1
+
+    def answered(self, route: str, status: int) -> None:
+        self.http[route, status] += 1
+
+
+class _Samples(Collector):
+    """Turns the numbers into samples, under our names and, if asked for, under vLLM's."""
+
+    def __init__(self, metrics: Metrics, vllm: bool) -> None:
+        self._metrics = metrics
+        self._vllm = vllm
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._http()
+        yield from self._steps()
+        yield from self._models("paceline_", "model", "inter_token_seconds")
+        if self._vllm:
+            yield from self._models("vllm:", "model_name", "inter_token_latency_seconds")
+            yield from self._vllm_gauges()
+
+    def _http(self) -> Iterator[Metric]:
+        http = CounterMetricFamily("paceline_http_requests", "Answers by route and status.", labels=["route", "code"])
+        for (route, status), count in sorted(self._metrics.http.items()):
+            http.add_metric([route, str(status)], count)
+        yield http
+        yield CounterMetricFamily("paceline_rejected", "Sequences refused by the queue.", value=self._metrics.rejected)
+
+    def _steps(self) -> Iterator[Metric]:
+        m = self._metrics
+        names = ["group"]
+        yield _family(CounterMetricFamily, "paceline_steps", "Steps.", names, m.steps)
+        yield _family(CounterMetricFamily, "paceline_prefix_cache_hit_tokens", "Prompt tokens not computed.", names, m.cached)
+        yield _family(GaugeMetricFamily, "paceline_running", "Sequences running.", names, self._now("running"))
+        yield _family(GaugeMetricFamily, "paceline_waiting", "Sequences waiting.", names, self._now("waiting"))
+        yield _family(GaugeMetricFamily, "paceline_kv_usage", "Share of KV blocks in use.", names, self._usage())
+        seconds = CounterMetricFamily("paceline_step_seconds", "Seconds of steps by part.", labels=["group", "part"])
+        for group, parts in m.parts.items():
+            for part, value in zip(PARTS, parts, strict=True):
+                seconds.add_metric([str(group), part], value)
+        yield seconds
+
+    def _now(self, name: str) -> dict[int, float]:
+        """A count of the last step; zero when nothing is on its way, since no step tells of that."""
+        return {g: getattr(record, name) if self._metrics.busy else 0 for g, record in self._metrics.groups.items()}
+
+    def _usage(self) -> dict[int, float]:
+        return {
+            group: record.blocks_used / max(1, record.blocks_total) if self._metrics.busy else 0.0
+            for group, record in self._metrics.groups.items()
+        }
+
+    def _models(self, prefix: str, label: str, between: str) -> Iterator[Metric]:
+        models = {name: m for name, m in self._metrics.models.items() if name or m.generation_tokens}
+        for name, text, get in (
+            ("prompt_tokens", "Prompt tokens taken.", lambda m: m.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", lambda m: m.generation_tokens),
+            ("num_preemptions", "Sequences set back to be recomputed.", lambda m: m.preemptions),
+        ):
+            yield _family(CounterMetricFamily, prefix + name, text, [label], {n: get(m) for n, m in models.items()})
+        success = CounterMetricFamily(prefix + "request_success", "Sequences by end.", labels=[label, "finished_reason"])
+        for name, m in models.items():
+            for reason, count in m.ended.items():
+                success.add_metric([name, reason], count)
+        yield success
+        for name, text, get in (
+            ("time_to_first_token_seconds", "Arrival to first token.", lambda m: m.first_token),
+            (between, "Between tokens.", lambda m: m.between_tokens),
+            ("e2e_request_latency_seconds", "Arrival to last token.", lambda m: m.whole),
+        ):
+            family = HistogramMetricFamily(prefix + name, text, labels=[label])
+            for model, m in models.items():
+                family.add_metric([model], buckets=get(m).buckets(), sum_value=get(m).sum)
+            yield family
+
+    def _vllm_gauges(self) -> Iterator[Metric]:
+        """Groups are summed up: vLLM counts per engine, and has one."""
+        m = self._metrics
+        yield GaugeMetricFamily("vllm:num_requests_running", "Running.", value=sum(self._now("running").values()))
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Waiting.", value=sum(self._now("waiting").values()))
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "1 is full.", value=max(self._usage().values(), default=0.0))
+        queries = sum(model.prompt_tokens for model in m.models.values())
+        yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens looked up.", value=queries)
+        yield CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens found.", value=sum(m.cached.values()))
+        family = HistogramMetricFamily("vllm:time_per_output_token_seconds", "Between tokens.", labels=["model_name"])
+        for name, model in m.models.items():
+            family.add_metric([name], buckets=model.between_tokens.buckets(), sum_value=model.between_tokens.sum)
+        yield family
+
+
+def _family(kind: type, name: str, text: str, labels: list[str], values: dict) -> Metric:
+    family = kind(name, text, labels=labels)
+    for label, value in values.items():
+        family.add_metric([str(label)], value)
+    return family
+
+
+def exposition(metrics: Metrics, vllm: bool) -> bytes:
+    """All metrics in Prometheus' text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Samples(metrics, vllm))
+    return generate_latest(registry)

@@ -1,0 +1,100 @@
+"""Writing answers: server-sent events straight into ASGI messages, or one JSON body. Watches for clients that leave."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import msgspec
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline.server.errors import ApiError
+from paceline.server.generation import Generation, Piece
+from paceline.server.replies import Style, Usage
+
+DONE = b"data: [DONE]\n\n"
+_encode = msgspec.json.Encoder().encode
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Prompts count once, whatever their number of choices."""
+    prompt = sum(len(prompt.tokens) for prompt in generation.job.prompts)
+    completion = sum(choice.completion_tokens for choice in generation.choices)
+    return Usage(prompt, completion, prompt + completion)
+
+
+@contextlib.asynccontextmanager
+async def watched(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+    """While inside, a client that leaves ends the generation; on leaving, nothing of it still runs."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.disconnect()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        generation.cancel()
+
+
+async def collect(generation: Generation, style: Style, receive: Receive) -> Response:
+    """The whole answer. Raises `ApiError` when the engine failed. A client that has left gets an empty one."""
+    texts: list[list[str]] = [[] for _ in generation.choices]
+    entries: list[list] = [[] for _ in generation.choices]
+    async with watched(generation, receive):
+        while generation.unfinished and not generation.disconnected:
+            for choice in await generation.ready():
+                piece = generation.take(choice)
+                texts[choice.index].append(piece.text)
+                entries[choice.index] += piece.entries
+    if generation.disconnected:
+        return Response(status_code=499)
+    pieces = [
+        (choice, Piece("".join(texts[i]), entries[i], choice.finish_reason))
+        for i, choice in enumerate(generation.choices)
+    ]
+    return Response(_encode(style.answer(pieces, usage_of(generation))), media_type="application/json")
+
+
+class StreamReply(Response):
+    """An answer as server-sent events: whatever is ready goes out in one message."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, style: Style, include_usage: bool) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._generation = generation
+        self._style = style
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with watched(self._generation, receive):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                await self._write(send)
+                end = self._ending()
+            except ApiError as error:
+                end = b"data: " + error.encode() + b"\n\n"
+            if not self._generation.disconnected:
+                await send({"type": "http.response.body", "body": end, "more_body": False})
+
+    async def _write(self, send: Send) -> None:
+        generation, chunks = self._generation, self._style.chunks
+        while generation.unfinished and not generation.disconnected:
+            frames = [
+                b"data: " + _encode(chunk) + b"\n\n"
+                for choice in await generation.ready()
+                for chunk in chunks(choice, generation.take(choice))
+            ]
+            if frames:
+                await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
+
+    def _ending(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return b"data: " + _encode(self._style.last_chunk(usage_of(self._generation))) + b"\n\n" + DONE

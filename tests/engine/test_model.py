@@ -1,0 +1,134 @@
+"""The decoder against transformers, family by family, through the paged cache."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.engine.attention import SliceSpan, plan_step
+from paceline.engine.config import ModelConfig
+from paceline.engine.kv_cache import KVCache
+from paceline.engine.linear import LINEARS, padded_rows
+from paceline.engine.model import Decoder, load_decoder
+from paceline.engine.weights import Checkpoint
+from tests.engine import checkpoints
+
+BLOCK = 4
+
+
+def load(path: Path, **options: str) -> Decoder:
+    return load_decoder(Checkpoint(path), ModelConfig.load(path), **options)
+
+
+class Paged:
+    """Sequences of one decoder over a pool whose blocks are handed out in random order."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int = 200):
+        self.decoder, self.cache = decoder, KVCache(decoder.config, num_blocks, BLOCK)
+        self.free = list(range(num_blocks))
+        random.Random(7).shuffle(self.free)
+        self.tables: dict[int, list[int]] = {}
+
+    @torch.inference_mode()
+    def step(self, work: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
+        """Runs (sequence, start, tokens) slices in one forward; the logits of all their tokens."""
+        spans = []
+        for sequence, start, tokens in work:
+            table = self.tables.setdefault(sequence, [])
+            while len(table) * BLOCK < start + len(tokens):
+                table.append(self.free.pop())
+            spans.append(SliceSpan(start, len(tokens), table))
+        plan = plan_step(spans, set(self.decoder.config.windows), BLOCK)
+        flat = torch.tensor([token for _, _, tokens in work for token in tokens])
+        logits = self.decoder.logits(self.decoder.forward(flat, plan, self.cache))
+        return list(logits.split([len(tokens) for _, _, tokens in work]))
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Within 1e-4 relative to the size of the logits."""
+    scale = theirs.abs().max()
+    assert float(theirs.std()) > 0.3, "flat logits would prove nothing"
+    assert float((ours - theirs).abs().max() / scale) < 1e-4
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(3, 199), k=length)
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_logits_match_transformers_in_chunks_beside_other_sequences(family: str, tmp_path: Path) -> None:
+    model = checkpoints.save(family, tmp_path)
+    paged = Paged(load(tmp_path))
+    first, second = prompt(90, seed=1), prompt(70, seed=2)
+    expected = [checkpoints.reference_logits(model, tokens) for tokens in (first, second)]
+    # Chunks of odd lengths: whole rows, SDPA chunks at a context, single tokens, several short slices at once.
+    got: list[list[torch.Tensor]] = [[], []]
+    at = [0, 0]
+    for lengths in [(17, 0), (1, 31), (13, 1), (3, 1), (1, 5), (29, 1), (1, 1), (9, 20), (16, 10)]:
+        work = [(i, at[i], (first, second)[i][at[i] : at[i] + n]) for i, n in enumerate(lengths) if n]
+        for (i, _, tokens), logits in zip(work, paged.step(work), strict=True):
+            got[i].append(logits)
+            at[i] += len(tokens)
+    assert at == [90, 70]
+    for ours, theirs in zip(got, expected, strict=True):
+        close(torch.cat(ours), theirs)
+
+
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_greedy_tokens_equal_transformers_over_128(family: str, tmp_path: Path) -> None:
+    model = checkpoints.save(family, tmp_path)
+    paged, tokens = Paged(load(tmp_path)), prompt(40)
+    expected = checkpoints.reference_greedy(model, tokens, 128)
+    got, work = [], tokens
+    start = 0
+    for _ in range(128):
+        token = int(paged.step([(0, start, work)])[0][-1].argmax())
+        start += len(work)
+        got.append(token)
+        work = [token]
+    assert got == expected
+    assert len(set(got)) > 10
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one-file", "shards"])
+@pytest.mark.parametrize("family", ["llama2", "qwen2"])
+def test_half_precision_and_sharded_files(family: str, dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
+    model = checkpoints.save(family, tmp_path, dtype, shard)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 or shard == "20KB"
+    tokens = prompt(30)
+    close(Paged(load(tmp_path)).step([(0, 0, tokens)])[0], checkpoints.reference_logits(model, tokens))
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+def test_every_kind_of_linear_layer_gives_the_same_at_any_row_count(kind: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight, bias = torch.randn(96, 64, generator=generator), torch.randn(96, generator=generator)
+    layer = LINEARS[kind](weight, bias)
+    for rows in (1, 2, 5, 8, 31, 32, 33, 100, 256, 300, 512):
+        x = torch.randn(padded_rows(rows, kind), 64, generator=generator)
+        torch.testing.assert_close(layer(x), x @ weight.T + bias, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", LINEARS)
+def test_a_model_of_every_kind_of_linear_layer(kind: str, tmp_path: Path) -> None:
+    model = checkpoints.save("qwen3-bias", tmp_path)
+    tokens = prompt(33)
+    close(Paged(load(tmp_path, kind=kind)).step([(0, 0, tokens)])[0], checkpoints.reference_logits(model, tokens))
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
+    checkpoints.save("llama-tied", tmp_path)
+    seen: list[tuple[int, int]] = []
+    load_decoder(Checkpoint(tmp_path), ModelConfig.load(tmp_path), progress=lambda *at: seen.append(at))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1][0] == seen[-1][1] == Checkpoint(tmp_path).total_bytes
+
+
+def test_forward_ticks_once_a_layer(tmp_path: Path) -> None:
+    checkpoints.save("llama-tied", tmp_path)
+    decoder, ticks = load(tmp_path), []
+    plan = plan_step([SliceSpan(0, 3, [5])], {None}, BLOCK)
+    decoder.forward(torch.tensor([1, 2, 3]), plan, KVCache(decoder.config, 8, BLOCK), lambda: ticks.append(1))
+    assert len(ticks) == decoder.config.layers

@@ -1,0 +1,282 @@
+"""The fleet with real processes and sockets around a toy model: nothing lost, nothing leaked, faults contained."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.controller import Controller
+from paceline.core import record
+from paceline.core.request import SamplingParams
+from paceline.runtime.api import Overloaded, TooLong, Unavailable
+from paceline.runtime.fleet import FleetConfig, LocalFleet
+from paceline.runtime.group import WorkerConfig
+from paceline.simulator.driver import replay
+from tests.runtime.toy_worker import CRASH, CRASH_ONCE, HANG, POISON, next_token
+
+
+class Collector:
+    """A sink that remembers."""
+
+    def __init__(self, stop_token: int | None = None) -> None:
+        self.tokens: list[int] = []
+        self.finish: str | None = None
+        self.error = ""
+        self.done = asyncio.Event()
+        self.checks_stop = stop_token is not None
+        self.stop_token = stop_token
+
+    def push(self, output, finish) -> bool:
+        assert not self.done.is_set(), "pushed after the end"
+        self.tokens += output.tokens
+        stopped = self.checks_stop and self.stop_token in output.tokens
+        if finish or stopped:
+            self.finish = "stop" if stopped else finish
+            self.done.set()
+        return stopped
+
+    def fail(self, reason: str) -> None:
+        self.error = reason
+        self.done.set()
+
+
+def worker(**options) -> WorkerConfig:
+    return WorkerConfig("toy", lambda blocks: ["-m", "tests.runtime.toy_worker", json.dumps(options)])
+
+
+@asynccontextmanager
+async def fleet(config: FleetConfig | None = None, **options):
+    running = LocalFleet([worker(**options)], config or FleetConfig(token_budget=16))
+    await running.start()
+    try:
+        yield running
+    finally:
+        await running.stop()
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def check_empty(running: LocalFleet) -> None:
+    scheduler = running.driver.controller.groups[0].scheduler
+    scheduler.check()
+    assert not scheduler.running and not scheduler.waiting and not running.driver.controller.sequences
+    assert scheduler.blocks.num_free == scheduler.config.num_blocks
+    assert not running.groups[0].sequences
+
+
+async def until(condition, seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_many_sequences_under_memory_pressure_get_the_right_tokens():
+    rng = random.Random(1)
+    shared = [rng.randrange(900) for _ in range(12)]
+    async with fleet(num_blocks=24, block_size=4) as running:
+        cases = []
+        for i in range(40):
+            prompt = (shared if i % 2 else []) + [rng.randrange(900) for _ in range(rng.randint(1, 20))]
+            sink, count = Collector(), rng.randint(1, 30)
+            running.submit("toy", prompt, SamplingParams(max_tokens=count), sink)
+            cases.append((prompt, sink, count))
+        await asyncio.gather(*(sink.done.wait() for _, sink, _ in cases))
+        for prompt, sink, count in cases:
+            assert sink.tokens == expected(prompt, count) and sink.finish == "length"
+        scheduler = running.driver.controller.groups[0].scheduler
+        assert scheduler.cached_tokens > 0
+        check_empty(running)
+
+
+async def test_stop_tokens_and_stop_strings_end_a_sequence_where_they_should():
+    async with fleet() as running:
+        whole = expected([5, 6, 7], 12)
+        plain, stopped, sunk = Collector(), Collector(), Collector(stop_token=whole[4])
+        running.submit("toy", [5, 6, 7], SamplingParams(max_tokens=12), plain)
+        running.submit("toy", [5, 6, 7], SamplingParams(max_tokens=12, stop_token_ids=(whole[3],)), stopped)
+        running.submit("toy", [5, 6, 7], SamplingParams(max_tokens=12), sunk)
+        await asyncio.gather(plain.done.wait(), stopped.done.wait(), sunk.done.wait())
+        assert plain.tokens == whole and plain.finish == "length"
+        assert stopped.tokens == whole[:4] and stopped.finish == "stop"
+        assert sunk.tokens == whole[:5]
+        check_empty(running)
+
+
+async def test_a_recorded_run_replayed_in_the_simulator_gives_the_same_decisions(tmp_path):
+    log = tmp_path / "inputs.jsonl"
+    config = FleetConfig(token_budget=16, max_waiting=20, record=log)
+    seen = []
+
+    class Watcher:
+        on_events = staticmethod(seen.extend)
+
+        def on_step(self, step) -> None:
+            assert step.blocks_used <= step.blocks_total
+
+    async with fleet(config, num_blocks=24, block_size=4) as running:
+        running.observers.append(Watcher())
+        groups = [running._group_config(group) for group in running.groups]
+        sinks = []
+        rng = random.Random(3)
+        for i in range(30):
+            sinks.append(Collector())
+            prompt = [rng.randrange(900) for _ in range(rng.randint(1, 24))]
+            id = running.submit("toy", prompt, SamplingParams(max_tokens=rng.randint(1, 24)), sinks[-1])
+            if i % 5 == 4:
+                running.cancel(id)
+                sinks.pop()
+            await asyncio.sleep(rng.random() * 0.01)
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        await asyncio.sleep(0.05)
+    assert {e.kind for e in seen} >= {"accepted", "started", "tokens", "finished", "cancelled"}
+    assert replay(Controller(groups), record.load(log.read_text().splitlines())) == seen
+
+
+async def test_a_thousand_disconnects_at_random_moments_leak_nothing():
+    rng = random.Random(7)
+    async with fleet(num_blocks=48, block_size=4, delay=0.0005) as running:
+        for _wave in range(20):
+            ids = []
+            for _ in range(50):
+                prompt = [rng.randrange(900) for _ in range(rng.randint(1, 40))]
+                ids.append(running.submit("toy", prompt, SamplingParams(max_tokens=40), Collector()))
+            rng.shuffle(ids)
+            for id in ids:
+                if rng.random() < 0.3:
+                    await asyncio.sleep(rng.random() * 0.004)
+                running.cancel(id)
+        survivor = Collector()
+        running.submit("toy", [1, 2, 3], SamplingParams(max_tokens=5), survivor)
+        await survivor.done.wait()
+        assert survivor.tokens == expected([1, 2, 3], 5)
+        await until(lambda: not running.driver.controller.sequences)
+        check_empty(running)
+
+
+async def test_a_killed_worker_is_replaced_and_streams_go_on():
+    async with fleet(delay=0.005) as running:
+        sinks = [Collector() for _ in range(8)]
+        for i, sink in enumerate(sinks):
+            running.submit("toy", [i, i + 1, i + 2], SamplingParams(max_tokens=25), sink)
+        for _ in range(2):
+            progress = len(sinks[0].tokens)
+            await until(lambda progress=progress: len(sinks[0].tokens) > progress + 2)
+            os.kill(running.groups[0].pid, signal.SIGKILL)
+            await until(lambda: running.groups[0].state == "restarting")
+            await until(lambda: running.groups[0].state == "ready")
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        for i, sink in enumerate(sinks):
+            assert sink.tokens == expected([i, i + 1, i + 2], 25)
+        check_empty(running)
+
+
+async def test_a_worker_that_dies_by_itself_is_replaced(tmp_path):
+    async with fleet(marker=str(tmp_path / "crashed")) as running:
+        sink = Collector()
+        running.submit("toy", [CRASH_ONCE, 2], SamplingParams(max_tokens=20), sink)
+        await sink.done.wait()
+        assert sink.tokens == expected([CRASH_ONCE, 2], 20) and not sink.error
+
+
+async def test_only_the_request_that_kills_workers_fails():
+    async with fleet() as running:
+        good, bad = Collector(), Collector()
+        running.submit("toy", [1, 2], SamplingParams(max_tokens=200), good)
+        await until(lambda: len(good.tokens) > 3)
+        running.submit("toy", [CRASH], SamplingParams(max_tokens=5), bad)
+        await bad.done.wait()
+        assert "more than once" in bad.error
+        await good.done.wait()
+        assert good.tokens == expected([1, 2], 200)
+        check_empty(running)
+
+
+async def test_a_poisoned_sequence_fails_alone():
+    async with fleet() as running:
+        good, bad = Collector(), Collector()
+        running.submit("toy", [1, 2], SamplingParams(max_tokens=30), good)
+        running.submit("toy", [POISON], SamplingParams(max_tokens=5), bad)
+        await asyncio.gather(good.done.wait(), bad.done.wait())
+        assert bad.error == "poisoned" and good.tokens == expected([1, 2], 30)
+        check_empty(running)
+
+
+@pytest.mark.parametrize("how", ["stopped", "stuck"])
+async def test_a_hung_worker_is_not_ready_within_two_seconds(how):
+    async with fleet() as running:
+        await until(lambda: running.ready)
+        if how == "stuck":
+            running.submit("toy", [HANG], SamplingParams(), Collector())
+        else:
+            os.kill(running.groups[0].pid, signal.SIGSTOP)
+        await until(lambda: not running.ready, seconds=2.4)
+        assert not running.healthy
+        if how == "stopped":
+            os.kill(running.groups[0].pid, signal.SIGCONT)
+            await until(lambda: running.ready)
+
+
+async def test_over_the_bound_of_the_queue_a_request_is_refused_with_a_time():
+    config = FleetConfig(token_budget=4, max_batch=1, max_waiting=2)
+    async with fleet(config, delay=0.02) as running:
+        sinks = [Collector() for _ in range(3)]
+        for sink in sinks:
+            running.submit("toy", [1], SamplingParams(max_tokens=3), sink)
+        with pytest.raises(Overloaded) as refused:
+            running.submit("toy", [1], SamplingParams(max_tokens=3), Collector())
+        assert 1 <= refused.value.retry_after <= 120
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        check_empty(running)
+
+
+async def test_what_can_never_fit_is_refused():
+    async with fleet(num_blocks=8, block_size=4) as running:
+        with pytest.raises(TooLong):
+            running.submit("toy", [1] * 30, SamplingParams(max_tokens=10), Collector())
+        with pytest.raises(KeyError):
+            running.submit("other", [1], SamplingParams(), Collector())
+        check_empty(running)
+
+
+async def test_drain_refuses_new_work_and_finishes_the_old():
+    async with fleet(delay=0.005) as running:
+        sink = Collector()
+        running.submit("toy", [1, 2], SamplingParams(max_tokens=20), sink)
+        draining = asyncio.create_task(running.drain())
+        await asyncio.sleep(0)
+        assert not running.ready
+        with pytest.raises(Unavailable):
+            running.submit("toy", [1], SamplingParams(), Collector())
+        await draining
+        assert sink.tokens == expected([1, 2], 20)
+
+
+async def test_a_model_that_does_not_load_says_why():
+    running = LocalFleet([worker(refuse="config.json: no such architecture")], FleetConfig())
+    await running.start()
+    try:
+        status = running.status()[0]
+        assert status.state == "failed" and status.reason == "config.json: no such architecture"
+        assert running.groups[0].bad_input and not running.ready
+        with pytest.raises(Unavailable):
+            running.submit("toy", [1], SamplingParams(), Collector())
+    finally:
+        await running.stop()
+
+
+async def test_sockets_are_private(tmp_path):
+    async with fleet() as running:
+        directory = Path(running._directory.name)
+        assert directory.stat().st_mode & 0o777 == 0o700
+        assert len(list(directory.iterdir())) == 2
+    assert not directory.exists()

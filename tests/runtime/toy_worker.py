@@ -1,0 +1,81 @@
+"""A real worker process around a toy model, whose KV cache holds token ids, so that every wrong block is seen.
+
+The next token is a function of all tokens before it as read *from the cache*. Special prompt tokens cause faults:
+CRASH ends the process, POISON fails the sequence, HANG stops all progress.
+"""
+
+import json
+import os
+import sys
+import time
+import zlib
+
+from paceline.core.work import EngineInfo, SliceOutput
+from paceline.runtime.worker import serve
+
+CRASH, POISON, HANG, CRASH_ONCE = 901, 902, 903, 904
+VOCAB = 900
+
+
+def next_token(tokens: list[int]) -> int:
+    return zlib.crc32(repr(tokens).encode()) % VOCAB
+
+
+class ToyEngine:
+    def __init__(self, num_blocks: int = 64, block_size: int = 4, delay: float = 0.0, marker: str = "") -> None:
+        self.info = EngineInfo(num_blocks, block_size, 10, 20, 30, context=num_blocks * block_size)
+        self.progress = 0
+        self.delay, self.marker = delay, marker
+        self.cache = [[-1] * block_size for _ in range(num_blocks)]
+        self.tokens: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
+
+    def step(self, new, slices, dropped):
+        for handle in dropped:
+            del self.tokens[handle], self.tables[handle]
+        for sequence in new:
+            self.tokens[sequence.id], self.tables[sequence.id] = list(sequence.tokens), []
+        time.sleep(self.delay)
+        self.progress += 1
+        return [self.slice(work) for work in slices], self.delay, 0.0
+
+    def slice(self, work) -> SliceOutput:
+        tokens, table = self.tokens[work.id], self.tables[work.id]
+        table[work.first_block :] = work.blocks
+        self.fault(tokens)
+        if POISON in tokens:
+            return SliceOutput([], error="poisoned")
+        size = self.info.block_size
+        for position in range(work.start, work.start + work.length):
+            self.cache[table[position // size]][position % size] = tokens[position]
+        if not work.emits:
+            return SliceOutput([])
+        end = work.start + work.length
+        seen = [self.cache[table[p // size]][p % size] for p in range(end)]
+        assert seen == tokens[:end], f"the cache holds {seen}, the sequence is {tokens}"
+        tokens.append(next_token(seen))
+        return SliceOutput([tokens[-1]])
+
+    def fault(self, tokens: list[int]) -> None:
+        if CRASH in tokens:
+            os._exit(9)
+        if CRASH_ONCE in tokens and len(tokens) >= 10 and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            os._exit(9)
+        if HANG in tokens:
+            time.sleep(3600)
+
+
+if __name__ == "__main__":
+    options = json.loads(sys.argv[1])
+    if "refuse" in options:
+
+        def load(progress):
+            raise ValueError(options["refuse"])
+    else:
+
+        def load(progress):
+            progress(1, 1)
+            return ToyEngine(**options)
+
+    sys.exit(serve(sys.argv[2], load))
