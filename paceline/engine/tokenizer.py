@@ -97,6 +97,10 @@ class Tokenizer:
         """The token's bytes as text, U+FFFD for what is no UTF-8 by itself."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def is_known(self, token: int) -> bool:
+        """Whether there is a token with this id: a model's vocabulary may be padded, or have holes."""
+        return 0 <= token < self.vocab_size and self._backend.id_to_token(token) is not None
+
     def is_byte(self, token: int) -> bool:
         """Whether the token stands for one raw byte, as in sentencepiece's byte fallback."""
         return self.byte_fallback and BYTE_TOKEN.fullmatch(self._backend.id_to_token(token) or "") is not None
@@ -166,7 +170,7 @@ class _WindowDecoder:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        context = [token for token in prompt_ids[-4 * CONTEXT :] if token not in skipped][-CONTEXT:]
+        context = [token for token in prompt_ids[-4 * CONTEXT :] if self._shows(token)][-CONTEXT:]
         while context and tokenizer.is_byte(context[-1]):  # an unfinished run of the prompt is the prompt's
             context.pop()
         self._ids = context
@@ -174,7 +178,10 @@ class _WindowDecoder:
         self._text = tokenizer.decode(context, False)
 
     def push(self, ids: Sequence[int]) -> str:
-        return "".join([self._push_one(token) for token in ids if token not in self._skipped])
+        return "".join([self._push_one(token) for token in ids if self._shows(token)])
+
+    def _shows(self, token: int) -> bool:
+        return token not in self._skipped and self._tokenizer.is_known(token)
 
     def _push_one(self, token: int) -> str:
         self._ids.append(token)

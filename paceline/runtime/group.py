@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.batch import Batch, Slice, SliceResult, StepResult
 from paceline.core.events import Cancel, Complete, Reset
-from paceline.core.work import EngineInfo, SliceOutput, SliceWork
+from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.api import StepRecord
 from paceline.runtime.driver import Driver
 from paceline.runtime.messages import Failed, FromWorker, Loading, Ready, Step, StepDone
@@ -162,20 +162,10 @@ class WorkerGroup:
 
     def _send(self, batch: int, part: Part) -> None:
         new = [seq.introduce() for _, _, seq in part if not seq.at_worker]
-        work = [self._work(item, seq) for _, item, seq in part]
+        work = [seq.work(item) for _, item, seq in part]
         assert self._process is not None
         self._process.send(Step(batch, new, work, self._dropped))
         self._dropped = []
-
-    def _work(self, item: Slice, seq: RunningSequence) -> SliceWork:
-        seq.at_worker = True
-        if seq.epoch != item.sequence.preemptions:  # it holds other blocks now
-            seq.epoch = item.sequence.preemptions
-            seq.blocks_sent = 0
-        blocks = item.sequence.blocks
-        work = SliceWork(seq.handle, item.start, item.length, item.emits, seq.blocks_sent, blocks[seq.blocks_sent :])
-        seq.blocks_sent = len(blocks)
-        return work
 
     def _on_message(self, message: FromWorker) -> None:
         match message:

@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from hashlib import blake2b
 
-from paceline.core.batch import SliceResult
+from paceline.core.batch import Slice, SliceResult
 from paceline.core.request import SamplingParams
-from paceline.core.work import NewSequence, SliceOutput
+from paceline.core.work import NewSequence, SliceOutput, SliceWork
 from paceline.runtime.api import Sink
 
 SECRET = secrets.token_bytes(32)  # nobody outside can make two prefixes collide
@@ -64,6 +64,17 @@ class RunningSequence:
 
     def introduce(self) -> NewSequence:
         return NewSequence(self.handle, list(self.tokens), self.num_prompt, self.params)
+
+    def work(self, item: Slice) -> SliceWork:
+        """The slice as its engine needs it: with the blocks that are new there. To be sent, in order, once."""
+        self.at_worker = True
+        if self.epoch != item.sequence.preemptions:  # it holds other blocks now
+            self.epoch = item.sequence.preemptions
+            self.blocks_sent = 0
+        blocks = item.sequence.blocks
+        work = SliceWork(self.handle, item.start, item.length, item.emits, self.blocks_sent, blocks[self.blocks_sent :])
+        self.blocks_sent = len(blocks)
+        return work
 
     def take(self, output: SliceOutput) -> str | None:
         """Appends emitted tokens; answers why the sequence ends here, if it does: "stop" or "length"."""

@@ -1,8 +1,8 @@
 """One HTTP request as the fleet's sequences: submitted, turned into text, watched, and cancelled when nobody listens.
 
-A `Generation` has one `Choice` per answer. Each choice is a sink: the fleet pushes tokens into it, and it keeps the text
-and log-probabilities that are ready to be sent until the writer takes them. Streaming and non-streaming answers take the
-same pieces, so they cannot differ.
+A `Generation` has one `Choice` per answer. Each choice is a sink: the fleet pushes tokens into it, and it keeps the
+text and log-probabilities that are ready to be sent until the writer takes them. Streaming and non-streaming answers
+take the same pieces, so they cannot differ.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""Prometheus metrics, made of what the runtime's observers see and of what the routes report. Plain numbers while serving;
-samples only when somebody scrapes.
+"""Prometheus metrics, made of what the runtime's observers see and of what the routes report.
+
+Plain numbers while serving; samples only when somebody scrapes.
 """
 
 from bisect import bisect_left
@@ -175,7 +176,8 @@ class _Samples(Collector):
         m = self._metrics
         names = ["group"]
         yield _family(CounterMetricFamily, "paceline_steps", "Steps.", names, m.steps)
-        yield _family(CounterMetricFamily, "paceline_prefix_cache_hit_tokens", "Prompt tokens not computed.", names, m.cached)
+        hits = "paceline_prefix_cache_hit_tokens"
+        yield _family(CounterMetricFamily, hits, "Prompt tokens not computed.", names, m.cached)
         yield _family(GaugeMetricFamily, "paceline_running", "Sequences running.", names, self._now("running"))
         yield _family(GaugeMetricFamily, "paceline_waiting", "Sequences waiting.", names, self._now("waiting"))
         yield _family(GaugeMetricFamily, "paceline_kv_usage", "Share of KV blocks in use.", names, self._usage())
@@ -203,7 +205,8 @@ class _Samples(Collector):
             ("num_preemptions", "Sequences set back to be recomputed.", lambda m: m.preemptions),
         ):
             yield _family(CounterMetricFamily, prefix + name, text, [label], {n: get(m) for n, m in models.items()})
-        success = CounterMetricFamily(prefix + "request_success", "Sequences by end.", labels=[label, "finished_reason"])
+        labels = [label, "finished_reason"]
+        success = CounterMetricFamily(prefix + "request_success", "Sequences by end.", labels=labels)
         for name, m in models.items():
             for reason, count in m.ended.items():
                 success.add_metric([name, reason], count)
@@ -223,7 +226,8 @@ class _Samples(Collector):
         m = self._metrics
         yield GaugeMetricFamily("vllm:num_requests_running", "Running.", value=sum(self._now("running").values()))
         yield GaugeMetricFamily("vllm:num_requests_waiting", "Waiting.", value=sum(self._now("waiting").values()))
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "1 is full.", value=max(self._usage().values(), default=0.0))
+        usage = max(self._usage().values(), default=0.0)
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "1 is full.", value=usage)
         queries = sum(model.prompt_tokens for model in m.models.values())
         yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens looked up.", value=queries)
         yield CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens found.", value=sum(m.cached.values()))

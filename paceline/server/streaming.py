@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from fastapi import Response
@@ -64,15 +64,24 @@ class StreamReply(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, style: Style, include_usage: bool) -> None:
+    def __init__(
+        self, generation: Generation, style: Style, include_usage: bool, on_end: Callable[[Generation], None]
+    ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._generation = generation
         self._style = style
         self._include_usage = include_usage
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._send(receive, send)
+        finally:
+            self._on_end(self._generation)
+
+    async def _send(self, receive: Receive, send: Send) -> None:
         async with watched(self._generation, receive):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:

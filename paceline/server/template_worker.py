@@ -1,7 +1,7 @@
-"""The process that renders chat templates. A template is a program from a checkpoint, so it runs where it can be killed.
+"""The process that renders chat templates: programs from a checkpoint, so they run where they can be killed.
 
-Reads requests from standard input and answers on standard output, each as four bytes of length (big-endian) and msgpack.
-The memory and the processor time of a render are limited here; the wall time by whoever started this process.
+Reads requests from standard input and answers on standard output, each as four bytes of length (big-endian) and
+msgpack. The memory and the processor time of a render are limited here; the wall time by whoever started this process.
 """
 
 import json

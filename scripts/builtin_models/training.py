@@ -177,6 +177,9 @@ class Trainer:
         self.seconds += time.perf_counter() - started
         return total
 
+    def tokens_done(self) -> int:
+        return sum(step.tokens for step in schedule(self.spec) if step.number < self.steps_done)
+
     def save(self) -> None:
         """Write the checkpoint; an interrupted write leaves the previous one in place."""
         state = {
@@ -199,8 +202,8 @@ class Trainer:
         self.steps_done, self.seconds = state["steps_done"], state["seconds"]
 
 
-def train(trainer: Trainer, on_checkpoint: Callable[[Trainer, str], None]) -> None:
-    """Run the steps that are still to do, with a progress bar; `on_checkpoint` also gets a line for the log."""
+def train(trainer: Trainer, on_checkpoint: Callable[[str], None]) -> None:
+    """Run the steps that are still to do, with a progress bar; `on_checkpoint` gets a line for the log."""
     spec, saved_at, smooth = trainer.spec, time.monotonic(), None
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
     with Progress(*columns) as progress:
@@ -217,14 +220,7 @@ def train(trainer: Trainer, on_checkpoint: Callable[[Trainer, str], None]) -> No
             progress.update(task, completed=done, note=note)
             if time.monotonic() - saved_at > CHECKPOINT_SECONDS:
                 trainer.save()
-                on_checkpoint(trainer, f"{spec.name}: {done / 1e6:.2f} M tokens, {trainer.seconds:.0f} s, {note}")
+                on_checkpoint(f"{spec.name}: {done / 1e6:.2f} M tokens, {trainer.seconds:.0f} s, {note}")
                 saved_at = time.monotonic()
     trainer.save()
-    on_checkpoint(trainer, f"{spec.name}: finished, {spec.tokens / 1e6:.2f} M tokens, {trainer.seconds:.0f} s")
-
-
-def load_model(path: Path, shape: LlamaShape) -> Llama:
-    """The model of a checkpoint, without gradients."""
-    model = Llama(shape, seed=0)
-    model.load_state_dict(torch.load(path, weights_only=True)["model"])
-    return model.requires_grad_(False)
+    on_checkpoint(f"{spec.name}: finished, {spec.tokens / 1e6:.2f} M tokens, {trainer.seconds:.0f} s")

@@ -1,0 +1,93 @@
+"""Batch jobs without a server: the same controller over an engine in this process, step after step."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.controller import Controller, GroupConfig
+from paceline.core.batch import Batch, SliceResult, StepResult
+from paceline.core.events import Cancel, Complete, Input, Submit
+from paceline.core.request import Request, SamplingParams
+from paceline.core.work import Engine, SliceOutput, TokenLogprobs
+from paceline.runtime.sequence import BlockHasher, RunningSequence
+
+
+@dataclass(slots=True)
+class Output:
+    """What one prompt yielded (`runtime.api.Sink`). `times`: `perf_counter` at each token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    finish: str | None = None
+    error: str = ""
+    checks_stop: bool = False
+
+    def push(self, output: SliceOutput, finish: str | None) -> bool:
+        self.tokens += output.tokens
+        self.logprobs += output.logprobs
+        self.prompt_logprobs += output.prompt_logprobs
+        self.times += [time.perf_counter()] * len(output.tokens)
+        self.finish = finish
+        return False
+
+    def fail(self, reason: str) -> None:
+        self.error = reason
+
+
+class Offline:
+    """An engine and its running sequences."""
+
+    def __init__(self, engine: Engine, config: GroupConfig, eos_ids: Sequence[int] = ()) -> None:
+        self.engine, self.eos_ids = engine, eos_ids
+        self.controller = Controller([config])
+        self.on_step: Callable[[Batch, float, float], None] = lambda batch, forward_s, sample_s: None
+        self._block_size = config.scheduler.block_size
+        self._running: dict[str, RunningSequence] = {}
+        self._dropped: list[int] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Output]:
+        """Runs all prompts to their ends; they arrive at once, in order. A sequence's error ends up in its output.
+
+        Raises ValueError for a prompt that the cache can never hold.
+        """
+        outputs = [Output() for _ in prompts]
+        inputs: list[Input] = []
+        for index, (tokens, sink) in enumerate(zip(prompts, outputs, strict=True)):
+            hasher = BlockHasher("", self._block_size)
+            seq = RunningSequence(str(index), index, tokens, params[index], sink, self.eos_ids, hasher)
+            self._running[seq.id] = seq
+            inputs.append(Submit(Request(seq.id, len(tokens), params[index].max_tokens, prefix=seq.prefix)))
+        start = time.perf_counter()
+        while True:
+            events, batches = self.controller.turn(inputs, time.perf_counter() - start)
+            for event in events:
+                if event.kind == "rejected":
+                    raise ValueError(f"prompt {event.request}: {event.detail}")
+            if not batches:
+                self.engine.step([], [], self._dropped)
+                self._dropped = []
+                return outputs
+            inputs = self._step(batches[0], start)
+
+    def _step(self, batch: Batch, start: float) -> list[Input]:
+        pairs = [(item, self._running[item.sequence.id]) for item in batch.slices]
+        new = [seq.introduce() for _, seq in pairs if not seq.at_worker]
+        work = [seq.work(item) for item, seq in pairs]
+        got, forward_s, sample_s = self.engine.step(new, work, self._dropped)
+        self._dropped = []
+        results: list[SliceResult] = []
+        failed: list[Input] = []
+        for (item, seq), output in zip(pairs, got, strict=True):
+            if output.error:
+                seq.sink.fail(output.error)
+                failed.append(Cancel(seq.id))
+            output = seq.fresh_prompt_logprobs(output, item.start)
+            finish = seq.take(output)
+            seq.sink.push(output, finish)
+            if finish or output.error:
+                self._dropped.append(self._running.pop(seq.id).handle)
+            results.append(seq.result(output, finish))
+        self.on_step(batch, forward_s, sample_s)
+        return [Complete(0, batch.id, StepResult(tuple(results))), *failed]

@@ -1,0 +1,39 @@
+"""Batch jobs through the controller in one process, with a toy model that sees every wrong block."""
+
+import random
+
+import pytest
+
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.controller import GroupConfig
+from paceline.core.request import SamplingParams
+from paceline.runtime.offline import Offline
+from tests.runtime.test_fleet import expected
+from tests.runtime.toy_worker import POISON, ToyEngine
+
+
+def offline(budget: int = 16, num_blocks: int = 24) -> Offline:
+    limits = SchedulerConfig(token_budget=budget, block_size=4, num_blocks=num_blocks)
+    return Offline(ToyEngine(num_blocks), GroupConfig(scheduler=limits))
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64])
+@pytest.mark.parametrize("num_blocks", [14, 400])
+def test_tokens_do_not_depend_on_budget_or_preemption(budget, num_blocks):
+    rng = random.Random(5)
+    prompts = [[rng.randrange(900) for _ in range(rng.randint(1, 20))] for _ in range(12)]
+    job = offline(budget, num_blocks)
+    outputs = job.generate(prompts, [SamplingParams(max_tokens=20)] * 12)
+    assert [o.tokens for o in outputs] == [expected(p, 20) for p in prompts]
+    assert not job.engine.tokens, "the engine was told to forget"
+
+
+def test_one_bad_sequence_fails_alone():
+    outputs = offline().generate([[1], [POISON], [2]], [SamplingParams(max_tokens=4)] * 3)
+    assert outputs[1].error == "poisoned" and not outputs[1].tokens
+    assert outputs[0].tokens == expected([1], 4) and outputs[2].tokens == expected([2], 4)
+
+
+def test_a_prompt_that_never_fits_is_named():
+    with pytest.raises(ValueError, match="prompt 1"):
+        offline(num_blocks=4).generate([[1], [1] * 30], [SamplingParams(max_tokens=4)] * 2)
