@@ -21,14 +21,20 @@ from builtin_models.training import Loss, Phase, RunSpec, Trainer, distillation_
 TARGET = RunSpec(
     name="coder",
     shape=LlamaShape(hidden=256, layers=4, heads=4, kv_heads=2, intermediate=512),
-    tokens=30_000_000,
-    phases=(Phase(0.0, 256, 1, 1.0), Phase(0.65, 512, 2, 0.3), Phase(0.92, 1024, 2, 0.3)),
+    tokens=25_000_000,
+    phases=(
+        Phase(0.0, length=256, micro_batches=1, keep_tests=1.0),
+        Phase(0.35, length=256, micro_batches=1, keep_tests=0.4),
+        Phase(0.60, length=512, micro_batches=2, keep_tests=0.3),
+        Phase(0.80, length=1024, micro_batches=2, keep_tests=0.3),
+        Phase(0.94, length=2048, micro_batches=2, keep_tests=0.3),
+    ),
 )
 DRAFT = RunSpec(
     name="coder-draft",
     shape=LlamaShape(hidden=128, layers=1, heads=4, kv_heads=2, intermediate=256, tied=True),
     tokens=12_000_000,
-    phases=(Phase(0.0, 256, 1, 0.5), Phase(0.85, 512, 1, 0.3)),
+    phases=(Phase(0.0, 256, 1, 0.5), Phase(0.75, 512, 1, 0.3), Phase(0.90, 2048, 1, 0.3)),
     embedding_rate=0.012,
 )
 

@@ -4,6 +4,7 @@ import http.client
 import json
 import sys
 from collections.abc import Iterator
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
@@ -11,12 +12,14 @@ from rich.console import Console
 
 
 def chat(
-    message: str = typer.Argument(None, help="Say this once and leave; without it, a conversation until Ctrl-D."),
-    url: str = typer.Option("http://127.0.0.1:8000", help="Where the server listens."),
-    model: str = typer.Option(None, help="Model to talk to; the server's first one by default."),
-    api_key: str = typer.Option("", envvar="PACELINE_API_KEY", help="Key, if the server wants one."),
-    max_tokens: int = typer.Option(256, min=1, help="The most tokens of an answer."),
-    temperature: float = typer.Option(0.7, min=0.0, max=2.0),
+    message: Annotated[
+        str | None, typer.Argument(help="Say this once and leave; without it, a conversation until Ctrl-D.")
+    ] = None,
+    url: Annotated[str, typer.Option(help="Where the server listens.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the server's first model.")] = None,
+    api_key: Annotated[str, typer.Option(envvar="PACELINE_API_KEY", help="If the server wants one.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
 ) -> None:
     """Chat with a running server.
 

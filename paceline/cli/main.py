@@ -1,6 +1,7 @@
 """The command `paceline`. Exit codes: 0 done, 2 bad input (one line names it), 1 anything else."""
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -25,7 +26,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def options(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True)) -> None:
+def options(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
     pass
 
 

@@ -5,6 +5,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -32,31 +33,32 @@ class Model:
 
 
 def serve(
-    sources: list[str] = typer.Argument(
-        None, metavar="[FLEET.yaml | SOURCE ...]", help="builtin:NAME, a directory, or a hub id. Default: all built-in."
-    ),
-    host: str = typer.Option("127.0.0.1", help="Address to listen on."),
-    port: int = typer.Option(8000, min=0, max=65535, help="Port to listen on; 0 takes a free one."),
-    served_model_name: list[str] = typer.Option(None, help="What clients call the models, in the order of SOURCE."),
-    api_key: list[str] = typer.Option(None, envvar="PACELINE_API_KEYS", help="Accepted keys; none: everybody."),
-    token_budget: int = typer.Option(512, min=1, help="Tokens of a step, decodes first (Sarathi-Serve)."),
-    max_batch: int = typer.Option(256, min=1, help="Sequences that run at a time."),
-    max_waiting: int = typer.Option(1024, min=1, help="Sequences that wait; more are answered 503."),
-    context: int = typer.Option(None, min=1, help="The most tokens of a sequence; default: the model's own."),
-    memory: str = typer.Option(None, help="Bytes for each worker, such as 6GiB; default: what is left."),
-    num_blocks: int = typer.Option(None, min=1, help="KV blocks; default: what fits in the memory."),
-    threads: int = typer.Option(None, min=1, help="Threads of each worker; default: the machine's cores."),
-    metrics_compat: str = typer.Option("", help="'vllm' adds vLLM's metric names."),
-    record: Path = typer.Option(None, help="Write the scheduler's inputs here, to be replayed in the simulator."),
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[FLEET.yaml | SOURCE ...]", help="builtin:NAME, a directory or a hub id."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Names for clients, in order.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="PACELINE_API_KEYS", help="Accepted keys; without any, everybody is.")
+    ] = None,
+    token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a step, decodes first (Sarathi-Serve).")] = 512,
+    max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run at a time.")] = 256,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that wait; more are answered 503.")] = 1024,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's own.")] = None,
+    memory: Annotated[str | None, typer.Option(help="For each worker, such as 6GiB; default: what is left.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks; default: what fits the memory.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of each worker; default: the machine's cores.")] = None,
+    metrics_compat: Annotated[str, typer.Option(help="'vllm' adds vLLM's metric names.")] = "",
+    record: Annotated[Path | None, typer.Option(help="Log the scheduler's inputs, to be replayed.")] = None,
 ) -> None:
     """Serve models on one OpenAI-compatible port.
 
-    Example: paceline serve builtin:coder --port 8000
+    Without SOURCE the built-in models. Example: paceline serve builtin:coder --port 8000
     """
-    if metrics_compat not in ("", "vllm"):
-        raise ValueError(f"metrics-compat: {metrics_compat!r} is not 'vllm'")
     models = find_models(sources or [f"builtin:{name}" for name in builtin_names()], served_model_name or [])
-    limits = {
+    limits: dict[str, int | None] = {
         "max_batch_tokens": max(token_budget, max_batch),
         "max_batch": max_batch,
         "context": context,
@@ -120,11 +122,12 @@ async def run(
             served[model.name] = ServedModel(model.name, model.tokenizer, context, int(time.time()))
         app = create_app(fleet, served, server)
 
-        def on_listening(address: str, bound: int) -> None:
-            summary(fleet, config, f"http://{address}:{bound}", time.monotonic() - begin)
+        def on_started(url: str) -> None:
+            summary(fleet, config, url, time.monotonic() - begin)
 
-        await serve_http(app, fleet, host, port, on_listening=on_listening)
-        return 0
+        return 0 if await serve_http(app, fleet, host, port, on_started=on_started) else 1
+    except OSError as error:
+        raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
     finally:
         await fleet.stop()
 

@@ -1,7 +1,9 @@
 """The paged key-value pool and how much memory there is for it.
 
-    layer i:  keys[i], values[i]  [num_blocks, block_size, kv_heads, head_dim] float32
+    layer i:  keys[i], values[i]  [num_blocks, kv_heads, block_size, head_dim] float32
     a token at position p of a sequence with block table t lies in block t[p // block_size], row p % block_size
+
+The rows of one head in one block lie together: attention reads them as one stream, head by head.
 
 Which blocks a sequence holds is the driver's business (`batching/blocks`); here are only tensors.
 """
@@ -22,27 +24,41 @@ class KVCache:
     """All layers' keys and values. Filled with zeros at once, so that the memory is there from the start."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu"):
-        shape = (config.layers, 2, num_blocks, block_size, config.kv_heads, config.head_dim)
+        shape = (config.layers, 2, num_blocks, config.kv_heads, block_size, config.head_dim)
         self.pool = torch.empty(shape, dtype=torch.float32, device=device).zero_()
-        self.keys = [layer[0] for layer in self.pool]
-        self.values = [layer[1] for layer in self.pool]
-        self.key_rows = [keys.flatten(0, 1) for keys in self.keys]  # [slots, kv_heads, head_dim], views
-        self.value_rows = [values.flatten(0, 1) for values in self.values]
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self.kv_heads = num_blocks, block_size, config.kv_heads
+        # Views of each layer's keys and values, made once: all of it, by row, and by the rows of a head in a block.
+        self.flat = [(layer[0].view(-1), layer[1].view(-1)) for layer in self.pool]
+        self.rows = [tuple(part.view(-1, config.head_dim) for part in layer) for layer in self.flat]
+        self.head_blocks = [tuple(part.view(-1, block_size * config.head_dim) for part in layer) for layer in self.flat]
 
     @property
     def nbytes(self) -> int:
         return self.pool.numel() * self.pool.element_size()
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores keys and values [tokens, kv_heads, head_dim] at slots [tokens] = block * block_size + row."""
-        self.key_rows[layer].index_copy_(0, slots, keys)
-        self.value_rows[layer].index_copy_(0, slots, values)
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values [tokens, kv_heads, head_dim] at `rows`, [tokens * kv_heads] from `token_rows`."""
+        for pool, new in zip(self.rows[layer], (keys, values), strict=True):
+            pool.index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
 
-    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of blocks [n], one after the other: [n * block_size, kv_heads, head_dim] each."""
-        keys = self.keys[layer].index_select(0, blocks)
-        return keys.flatten(0, 1), self.values[layer].index_select(0, blocks).flatten(0, 1)
+    def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the blocks in `index` [kv_heads * n] from `block_rows`: [kv_heads, n * block_size, dim]."""
+        keys, values = (
+            pool.index_select(0, index).view(self.kv_heads, -1, rows.shape[1])
+            for pool, rows in zip(self.head_blocks[layer], self.rows[layer], strict=True)
+        )
+        return keys, values
+
+
+def token_rows(positions: Tensor, blocks: Tensor, block_size: int, kv_heads: int) -> Tensor:
+    """Rows of KVCache.rows for tokens at these positions of a sequence with this table: [tokens * kv_heads]."""
+    heads = blocks[positions // block_size, None] * kv_heads + torch.arange(kv_heads)
+    return (heads * block_size + (positions % block_size)[:, None]).flatten()
+
+
+def block_rows(blocks: Tensor, kv_heads: int) -> Tensor:
+    """Rows of KVCache.head_blocks for these blocks [..., n], head by head: [..., kv_heads, n]."""
+    return blocks[..., None, :] * kv_heads + torch.arange(kv_heads)[:, None]
 
 
 @dataclass(frozen=True, slots=True)

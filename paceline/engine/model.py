@@ -103,7 +103,7 @@ class Decoder:
             rotate_(keys, turns)
         else:
             rotate_(heads[:count, : config.heads + config.kv_heads], turns)
-        cache.write(index, plan.slots, keys, values)
+        cache.write(index, plan.rows_written, keys, values)
         mixed = attend(queries, cache, index, config.windows[index], plan).flatten(1)
         return layer.out(F.pad(mixed, (0, 0, 0, x.shape[0] - count)) if x.shape[0] > count else mixed)
 

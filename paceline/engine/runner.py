@@ -59,7 +59,6 @@ class ModelRunner:
 
     def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, device: str = "cpu"):
         self.decoder, self.cache, self.info, self.device = decoder, cache, info, device
-        self.windows = set(decoder.config.windows)
         self.sequences: dict[int, _Sequence | str] = {}  # a text is why the sequence could not be learnt
         self.progress = 0
 
@@ -91,7 +90,7 @@ class ModelRunner:
             torch.set_num_threads(threads)
         _warm_up(config, block_size, device)
         baseline = resident_bytes() if device == "cpu" else 0
-        activations = activation_bytes(config, max_batch_tokens, max_batch, context)
+        activations = activation_bytes(config, max_batch_tokens, context)
         if num_blocks is None:
             used = baseline + config.weight_bytes + activations
             useful = max_batch * context
@@ -164,7 +163,7 @@ class ModelRunner:
         if not jobs:
             return
         try:
-            plan = plan_step([job.span for job in jobs], self.windows, self.info.block_size, self.device)
+            plan = plan_step([job.span for job in jobs], self.decoder.config, self.info.block_size, self.device)
             tokens = [token for job in jobs for token in job.sequence.tokens[job.span.start :][: job.span.length]]
             hidden = self.decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, self._tick)
             for job, rows in zip(jobs, hidden.split([job.span.length for job in jobs]), strict=True):
@@ -229,18 +228,17 @@ class ModelRunner:
                 job.logprobs.append(logprob)
 
 
-def activation_bytes(config: ModelConfig, max_batch_tokens: int, max_batch: int, context: int) -> int:
+def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:
     """The most that one step holds beside weights and KV.
 
     Rows of a layer at its widest (states, norm, and either projections and heads or both halves of the MLP), logits of
-    LOGIT_ROWS rows with a copy for the sampler, and keys and values of one prompt chunk gathered from the pool.
+    LOGIT_ROWS rows with a copy for the sampler, and what attention needs.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention_row = queries + 2 * keys + 3 * queries
+    attention_row = 3 * queries + 2 * keys
     row = 3 * config.hidden + max(attention_row, 3 * config.intermediate)
-    logits = 2 * min(max(max_batch, LOGIT_ROWS), LOGIT_ROWS) * config.vocab_size
-    gathered = 2 * keys * min(context, attention.gathered_tokens(config.windows, context, max_batch_tokens))
-    return 4 * (row * max_batch_tokens + logits + gathered)
+    logits = 2 * LOGIT_ROWS * config.vocab_size
+    return 4 * (row * max_batch_tokens + logits) + attention.working_bytes(config, max_batch_tokens, context)
 
 
 def _warm_up(config: ModelConfig, block_size: int, device: str) -> None:

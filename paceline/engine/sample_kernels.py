@@ -16,6 +16,7 @@ Why a row needs so little work (V = 32k: microseconds, not milliseconds):
 A filter's result is two numbers (floor, last): logits above the floor survive, and those equal to it up to id `last`.
 Everything is per row and in a fixed order: the same bits for any batch. `logits` come twice, as float32 and as the
 int32 view of the same memory; a "key" is the int32 of a float in the floats' order (-0.0 just below 0.0).
+One file on purpose: Numba's cache on disk notices a change only in the file that the compiled function is in.
 """
 
 import math
@@ -31,6 +32,9 @@ SLACK = 1e-3  # covers the float32 rounding of the bound for every score that ca
 EMPTY = np.int32(-(2**31))
 SIGN = np.int32(0x7FFFFFFF)
 INFINITE = np.int32(0x7F800000)
+Floats = np.ndarray  # float32
+Ints = np.ndarray  # int32: bits or keys
+Scratch = tuple[Ints, Floats]  # keys [vocab + 1] and weights [vocab] of candidates
 FAST = {"nnan", "nsz", "reassoc", "contract", "arcp"}
 
 
@@ -55,25 +59,25 @@ def _as_float(typing_context, value):  # noqa: ARG001
 
 
 @njit(nogil=True, cache=True)
-def _flip(x):
+def _flip(x: np.int32) -> np.int32:
     """Float bits to an int32 in the floats' order, and back."""
     return np.int32(x ^ (np.int32(x >> np.int32(31)) & SIGN))
 
 
 @njit(nogil=True, cache=True)
-def _mix64(x):
+def _mix64(x: np.uint64) -> np.uint64:
     x = np.uint64((x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9))
     x = np.uint64((x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB))
     return np.uint64(x ^ (x >> np.uint64(31)))
 
 
 @njit(nogil=True, cache=True)
-def _position_key(stream, position):
+def _position_key(stream: np.uint64, position: int) -> np.uint64:
     return _mix64(np.uint64(stream + np.uint64(position + 1) * np.uint64(0x9E3779B97F4A7C15)))
 
 
 @njit(nogil=True, cache=True)
-def _token_hash(low, high, token):
+def _token_hash(low: np.uint32, high: np.uint32, token: np.uint32) -> np.uint32:
     x = np.uint32(token) ^ low
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(17))) * np.uint32(0xED5AD4BB))
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(11))) + high)
@@ -83,19 +87,19 @@ def _token_hash(low, high, token):
 
 
 @njit(nogil=True, cache=True)
-def _gumbel(h):
+def _gumbel(h: np.uint32) -> float:
     return -math.log(-math.log1p(-(np.float64(np.uint32(~h)) + 0.5) * 2.0**-32))
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def _gumbel_bound(h):
+def _gumbel_bound(h: np.uint32) -> np.float32:
     """At least G: log2 is concave, so the line through powers of two lies below it."""
     bits = _as_bits(np.float32(np.int32(np.uint32(~h) >> np.uint32(1))))
-    return np.float32(109.51656) - np.float32(bits) * np.float32(8.262958e-08)  # ln2 * 158, ln2 / 2^23
+    return np.float32(109.51726) - np.float32(bits) * np.float32(8.262958e-08)  # ln2 * 158, ln2 / 2^23
 
 
 @njit(nogil=True, cache=True)
-def _summary(bits, maxima):
+def _summary(bits: Ints, maxima: Ints) -> tuple[np.int32, bool]:
     """Fills maxima [blocks] with each block's largest key; returns the largest, and whether the row has a NaN."""
     peak, magnitude = EMPTY, np.int32(0)
     for b in range(maxima.shape[0]):
@@ -111,7 +115,7 @@ def _summary(bits, maxima):
 
 
 @njit(nogil=True, cache=True)
-def _first(row, maxima, value):
+def _first(row: Floats, maxima: Ints, value: np.float32) -> int:
     """The lowest id with this value, which is the row's largest."""
     for b in range(maxima.shape[0]):
         if _as_float(_flip(maxima[b])) == value:
@@ -122,7 +126,16 @@ def _first(row, maxima, value):
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def _bound_block(block, start, low, high, peak, inverse, floor, bounds):
+def _bound_block(
+    block: Floats,
+    start: np.uint32,
+    low: np.uint32,
+    high: np.uint32,
+    peak: np.float32,
+    inverse: np.float32,
+    floor: np.int32,
+    bounds: Floats,
+) -> np.float32:
     """Upper bounds of d + G of one block, and the largest of them (as a key: LLVM vectorises integer maxima)."""
     top = EMPTY
     for j in range(block.shape[0]):
@@ -135,7 +148,17 @@ def _bound_block(block, start, low, high, peak, inverse, floor, bounds):
 
 
 @njit(nogil=True, cache=True)
-def _race(row, maxima, low, high, peak, temperature, floor, last, bounds):
+def _race(
+    row: Floats,
+    maxima: Ints,
+    low: np.uint32,
+    high: np.uint32,
+    peak: np.float32,
+    temperature: float,
+    floor: np.int32,
+    last: int,
+    bounds: Floats,
+) -> int:
     """The argmax of (logit - peak) / T + G; the lowest id of equals.
 
     Only logits whose key is at least `floor` take part, those equal to it only up to id `last`.
@@ -159,7 +182,7 @@ def _race(row, maxima, low, high, peak, temperature, floor, last, bounds):
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def _exp(x):
+def _exp(x: np.float32) -> np.float32:
     """exp of a float32 x <= 0 to a few 1e-8 relative (Cephes); below -87 it stays at 1e-38."""
     x = max(x, np.float32(-87.0))
     n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
@@ -175,7 +198,9 @@ def _exp(x):
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def _block_masses(block, peak, inverse, pivot):
+def _block_masses(
+    block: Floats, peak: np.float32, inverse: np.float32, pivot: np.float32
+) -> tuple[np.float32, np.float32]:
     total, above = np.float32(0.0), np.float32(0.0)
     for j in range(block.shape[0]):
         weight = _exp((block[j] - peak) * inverse)
@@ -185,7 +210,7 @@ def _block_masses(block, peak, inverse, pivot):
 
 
 @njit(nogil=True, cache=True)
-def _masses(row, peak, inverse, pivot):
+def _masses(row: Floats, peak: np.float32, inverse: np.float32, pivot: np.float32) -> tuple[float, float]:
     """Sums of exp((logit - peak) * inverse): over the row, and over logits above the pivot."""
     total, above = 0.0, 0.0
     for start in range(0, row.shape[0], WIDE):
@@ -196,7 +221,7 @@ def _masses(row, peak, inverse, pivot):
 
 
 @njit(nogil=True, cache=True)
-def _count_from(keys, threshold):
+def _count_from(keys: Ints, threshold: np.int32) -> np.int32:
     count = np.int32(0)
     for i in range(keys.shape[0]):
         count += np.int32(keys[i] >= threshold)
@@ -204,7 +229,7 @@ def _count_from(keys, threshold):
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
-def _block_mass_from(keys, weights, threshold):
+def _block_mass_from(keys: Ints, weights: Floats, threshold: np.int32) -> np.float32:
     mass = np.float32(0.0)
     for i in range(keys.shape[0]):
         mass += weights[i] if keys[i] >= threshold else np.float32(0.0)
@@ -212,7 +237,7 @@ def _block_mass_from(keys, weights, threshold):
 
 
 @njit(nogil=True, cache=True)
-def _mass_from(keys, weights, threshold):
+def _mass_from(keys: Ints, weights: Floats, threshold: np.int32) -> float:
     mass = 0.0
     for start in range(0, keys.shape[0], WIDE):
         stop = start + WIDE
@@ -221,7 +246,7 @@ def _mass_from(keys, weights, threshold):
 
 
 @njit(nogil=True, cache=True)
-def _kth_largest(keys, k):
+def _kth_largest(keys: Ints, k: int) -> np.int32:
     """The k-th largest of keys [n], 1 <= k <= n."""
     low, high = np.int64(EMPTY), np.int64(SIGN) + 1
     while high - low > 1:
@@ -234,7 +259,7 @@ def _kth_largest(keys, k):
 
 
 @njit(nogil=True, cache=True)
-def _gather(bits, maxima, floor, keys):
+def _gather(bits: Ints, maxima: Ints, floor: np.int32, keys: Ints) -> int:
     """Writes the keys of all tokens whose key is at least `floor`, in id order, to keys [vocab + 1]; how many."""
     n = 0
     for b in range(maxima.shape[0]):
@@ -248,7 +273,7 @@ def _gather(bits, maxima, floor, keys):
 
 
 @njit(nogil=True, cache=True)
-def _gather_largest(bits, maxima, k, floor, keys):
+def _gather_largest(bits: Ints, maxima: Ints, k: int, floor: np.int32, keys: Ints) -> int:
     """Gathers the k largest keys among those of at least `floor` (k = 0: all), in id order, of equals the first."""
     if 0 < k <= maxima.shape[0]:
         floor = max(floor, _kth_largest(maxima, k))
@@ -267,7 +292,7 @@ def _gather_largest(bits, maxima, k, floor, keys):
 
 
 @njit(nogil=True, cache=True)
-def _weigh(keys, weights, n, peak, inverse):
+def _weigh(keys: Ints, weights: Floats, n: int, peak: np.float32, inverse: np.float32) -> float:
     """Writes exp((logit - peak) * inverse) of the candidates; returns their sum."""
     for i in range(n):
         weights[i] = _exp((_as_float(_flip(keys[i])) - peak) * inverse)
@@ -275,7 +300,7 @@ def _weigh(keys, weights, n, peak, inverse):
 
 
 @njit(nogil=True, cache=True)
-def _nucleus(keys, weights, needed, lowest, highest):
+def _nucleus(keys: Ints, weights: Floats, needed: float, lowest: np.int32, highest: np.int32) -> tuple[np.int32, int]:
     """(threshold, equals): the shortest prefix whose mass reaches `needed` is every key above the threshold and the
     first `equals` of those equal to it. Keys and weights [n] in id order, keys between lowest and highest."""
     low, high = np.int64(lowest), np.int64(highest) + 1
@@ -296,7 +321,7 @@ def _nucleus(keys, weights, needed, lowest, highest):
 
 
 @njit(nogil=True, cache=True)
-def _nth_equal(bits, maxima, key, n):
+def _nth_equal(bits: Ints, maxima: Ints, key: np.int32, n: int) -> int:
     """The id of the n-th token (from 1) with this key; past the vocabulary if there are fewer."""
     for b in range(maxima.shape[0]):
         if maxima[b] >= key:
@@ -309,7 +334,16 @@ def _nth_equal(bits, maxima, key, n):
 
 
 @njit(nogil=True, cache=True)
-def _survivors(bits, maxima, scratch, key, temperature, top_p, min_p, top_k):
+def _survivors(
+    bits: Ints,
+    maxima: Ints,
+    scratch: Scratch,
+    key: np.int32,
+    temperature: float,
+    top_p: float,
+    min_p: float,
+    top_k: int,
+) -> tuple[np.int32, int]:
     """(floor, last) of the tokens that min_p, then top_k, then top_p over the rest, renormalised, leave.
 
     They are those whose key is above `floor`, and those equal to it up to id `last`. `key` is the row's largest.
@@ -333,13 +367,24 @@ def _survivors(bits, maxima, scratch, key, temperature, top_p, min_p, top_k):
 
 
 @njit(nogil=True, cache=True)
-def _needed(top_p, total):
+def _needed(top_p: float, total: float) -> float:
     """The mass a nucleus must reach: at least one token's, however small top_p is."""
     return max(top_p * total, 1e-30)
 
 
 @njit(nogil=True, cache=True)
-def _draw_nucleus(row, bits, maxima, scratch, bounds, peak, low, high, temperature, top_p):
+def _draw_nucleus(
+    row: Floats,
+    bits: Ints,
+    maxima: Ints,
+    scratch: Scratch,
+    bounds: Floats,
+    peak: np.float32,
+    low: np.uint32,
+    high: np.uint32,
+    temperature: float,
+    top_p: float,
+) -> int:
     """top_p alone: draw from everything, keep it if it lies in the nucleus, else search the nucleus above it."""
     keys, weights = scratch
     inverse = np.float32(1.0 / temperature)
@@ -363,7 +408,9 @@ def _draw_nucleus(row, bits, maxima, scratch, bounds, peak, low, high, temperatu
 
 
 @njit(nogil=True, cache=True)
-def draw_rows(logits, bits, streams, positions, params, tokens):
+def draw_rows(
+    logits: Floats, bits: Ints, streams: np.ndarray, positions: np.ndarray, params: np.ndarray, tokens: np.ndarray
+) -> None:
     """tokens[i] = the draw of row i, or -1 where the row has no distribution (a NaN, +inf, or only -inf).
 
     logits float32 / bits int32 [n, vocab]; streams uint64 [n]; positions int64 [n]; params float64 [n, 4]: temperature,
@@ -396,7 +443,7 @@ def draw_rows(logits, bits, streams, positions, params, tokens):
 
 
 @njit(nogil=True, cache=True)
-def _ranked(bits, maxima, floor, last, n):
+def _ranked(bits: Ints, maxima: Ints, floor: np.int32, last: int, n: int) -> np.ndarray:
     """int64 [n]: the tokens above `floor`, and equal to it up to id `last`, likeliest first; id in the low 32 bits."""
     order = np.empty(n, np.int64)
     found = 0
@@ -411,7 +458,17 @@ def _ranked(bits, maxima, floor, last, n):
 
 
 @njit(nogil=True, cache=True)
-def describe_rows(logits, bits, rows, tokens, top, chosen, ranks, top_ids, top_logprobs):
+def describe_rows(
+    logits: Floats,
+    bits: Ints,
+    rows: np.ndarray,
+    tokens: np.ndarray,
+    top: int,
+    chosen: np.ndarray,
+    ranks: np.ndarray,
+    top_ids: np.ndarray,
+    top_logprobs: np.ndarray,
+) -> None:
     """Log-probabilities of row rows[i]'s raw distribution: of tokens[i] with its rank, and of the `top` likeliest.
 
     chosen float64 [n]; ranks int64 [n] (0 marks a row without a distribution); top_ids int64, top_logprobs float64

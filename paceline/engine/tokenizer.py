@@ -222,6 +222,7 @@ class StopStrings:
             raise ValueError("stop: a stop string must not be empty")
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._borders = [_borders(stop) for stop in self._stops]
+        self._firsts = {stop[0] for stop in self._stops}
         self._matched = [0] * len(self._stops)  # characters of each stop that the text ends with
         self._include = include
         self._held = ""
@@ -231,7 +232,7 @@ class StopStrings:
         """The text that can be released now, and whether a stop string has matched (then nothing follows)."""
         if self._stopped:
             return "", True
-        if not self._stops:
+        if not self._held and not any(first in text for first in self._firsts):
             return text, False
         for end, char in enumerate(text, 1):
             stop = self._read(char)

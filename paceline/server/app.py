@@ -68,7 +68,13 @@ class Api:
         for generation in list(self.generations):
             generation.hurry()
 
+    def abort(self, reason: str) -> None:
+        """Ends every request under way with an error: its client is told."""
+        for generation in list(self.generations):
+            generation.fail(errors.ApiError(503, reason, code="unavailable", headers={"retry-after": "1"}))
+
     async def close(self) -> None:
+        """Ends the helper processes."""
         await asyncio.gather(*(template.close() for template in self.templates.values()))
         if self.metrics in self.fleet.observers:
             self.fleet.observers.remove(self.metrics)

@@ -12,7 +12,9 @@ from .data import END, write_atomically
 from .model import NORM_EPS, Llama, LlamaShape
 
 # Messages become plain text, one after the other: these models complete code, they have never seen a dialogue.
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n' }}{% endif %}{% endfor %}"
+)
 
 
 def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:

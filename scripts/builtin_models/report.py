@@ -61,45 +61,52 @@ def write(results: dict[str, object], out: Path, path: Path) -> None:
 
 
 ROLE = {
-    "coder": "A small completer of Python code, trained from scratch on the Python standard library. It exists so that\n"
-    "the server can be tried, tested and measured without a download; it is no assistant.",
-    "coder-draft": "The draft model for `builtin:coder`: it shares the tokenizer byte for byte and was trained to imitate\n"
-    "the target's distribution. On its own it is a poor completer.",
+    "coder": """\
+A small completer of Python code, trained from scratch on the Python standard library. It exists so that the server
+can be tried, tested and measured without a download; it is no assistant.""",
+    "coder-draft": """\
+The draft model for `builtin:coder`: it shares the tokenizer byte for byte and was trained to imitate the target's
+distribution. On its own it is a poor completer.""",
 }
 LIMITS = """\
 - It completes text that looks like the Python standard library. It knows no other language, follows no instructions,
   answers no questions and reasons about nothing; what it writes is often wrong and must not be run unread.
 - The chat template only joins the messages' contents with line breaks, as text to be continued. There are no roles.
-- Trained on windows of 256 to 1,024 tokens; `max_position_embeddings` is 2,048, see the table for what that is worth.
+- Trained on windows of 256 tokens, lengthened to 2,048 towards the end; see the table for what context is worth.
 - Its training text is public source code, names and addresses of authors included; it may repeat passages verbatim.
 """
 
 
 def card(name: str, results: dict[str, object]) -> str:
     """The model card. Every number comes from `results`."""
-    facts, corpus = results[name], results["corpus"]
-    shape, training = facts["shape"], facts["training"]
     sections = [
         "---\nlicense: apache-2.0\nlanguage: [code]\npipeline_tag: text-generation\n---",
         f"# {name}\n\n{ROLE[name]}",
-        "## Facts\n\n"
-        f"- Architecture: `LlamaForCausalLM`, {shape['layers']} layer(s), hidden size {shape['hidden']}, "
-        f"{shape['heads']} heads ({shape['kv_heads']} key-value heads),\n  intermediate size {shape['intermediate']}, "
-        f"vocabulary {shape['vocab']:,}, head {'tied to the embedding' if shape['tied'] else 'untied'}.\n"
-        f"- Size: {facts['parameters']:,} parameters in bfloat16; {facts['bytes']:,} bytes with the tokenizer.\n"
-        f"- Data: the standard library of Python {results['python']} without its generated tables (`encodings`, "
-        f"`pydoc_data`),\n  its tests included: {corpus['train_bytes'] / 1e6:.1f} MB, {corpus['train_tokens'] / 1e6:.2f} M "
-        f"tokens. Held out: {corpus['held_out_bytes'] / 1e3:.0f} kB in whole files, picked by hash, none of them tests.\n"
-        f"- Training: {training['tokens'] / 1e6:.1f} M tokens seen, {training['flop']:.1e} FLOP, "
-        f"{training['seconds'] / 60:.0f} minutes on 2 shared CPU cores. `make models` repeats it.\n"
-        "- Licence: the weights are under Apache-2.0; the training text is under the PSF licence.",
+        f"## Facts\n\n{_facts(results[name], results)}",
         f"## Held-out text\n\n{_loss_table(name, results)}",
-        f"## Samples\n\nGreedy, unedited, 48 tokens at most.\n\n{_samples(facts['samples'])}",
+        f"## Samples\n\nGreedy, unedited, 48 tokens at most.\n\n{_samples(results[name]['samples'])}",
         f"## Limits\n\n{LIMITS}",
     ]
     if name == "coder-draft":
         sections.insert(4, f"## As a draft\n\n{_acceptance(results['acceptance'])}")
     return "\n\n".join(sections)
+
+
+def _facts(facts: dict[str, object], results: dict[str, object]) -> str:
+    shape, training, corpus = facts["shape"], facts["training"], results["corpus"]
+    layers = "1 layer" if shape["layers"] == 1 else f"{shape['layers']} layers"
+    return f"""\
+- Architecture: `LlamaForCausalLM`, {layers}, hidden size {shape["hidden"]}, {shape["heads"]} heads
+  ({shape["kv_heads"]} key-value heads), intermediate size {shape["intermediate"]}, vocabulary {shape["vocab"]:,},
+  head {"tied to the embedding" if shape["tied"] else "untied"}.
+- Size: {facts["parameters"]:,} parameters in bfloat16; {facts["bytes"]:,} bytes with the tokenizer.
+- Data: the standard library of Python {results["python"]} without its generated tables (`encodings`, `pydoc_data`),
+  its tests included: {corpus["train_bytes"] / 1e6:.1f} MB, {corpus["train_tokens"] / 1e6:.2f} M tokens.
+- Held out: {corpus["held_out_bytes"] / 1e3:.0f} kB in whole files, picked by hash, none of them tests.
+- Training: {training["tokens"] / 1e6:.1f} M tokens seen, {training["flop"]:.1e} FLOP, {training["seconds"] / 60:.0f} \
+minutes on 2 CPU cores shared
+  with other work. `make models` repeats it.
+- Licence: the weights are under Apache-2.0; the training text is under the PSF licence."""
 
 
 def _loss_table(name: str, results: dict[str, object]) -> str:

@@ -39,7 +39,7 @@ class Paged:
             while len(table) * BLOCK < start + len(tokens):
                 table.append(self.free.pop())
             spans.append(SliceSpan(start, len(tokens), table))
-        plan = plan_step(spans, set(self.decoder.config.windows), BLOCK)
+        plan = plan_step(spans, self.decoder.config, BLOCK)
         flat = torch.tensor([token for _, _, tokens in work for token in tokens])
         logits = self.decoder.logits(self.decoder.forward(flat, plan, self.cache))
         return list(logits.split([len(tokens) for _, _, tokens in work]))
@@ -129,6 +129,6 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
 def test_forward_ticks_once_a_layer(tmp_path: Path) -> None:
     checkpoints.save("llama-tied", tmp_path)
     decoder, ticks = load(tmp_path), []
-    plan = plan_step([SliceSpan(0, 3, [5])], {None}, BLOCK)
+    plan = plan_step([SliceSpan(0, 3, [5])], decoder.config, BLOCK)
     decoder.forward(torch.tensor([1, 2, 3]), plan, KVCache(decoder.config, 8, BLOCK), lambda: ticks.append(1))
     assert len(ticks) == decoder.config.layers

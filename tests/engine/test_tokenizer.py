@@ -1,4 +1,4 @@
-"""The tokenizer: exact bytes, incremental text equal to whole decoding, stop strings equal to cutting the whole text."""
+"""The tokenizer: exact bytes, incremental text equal to whole decoding, stop strings equal to cutting at once."""
 
 import json
 import subprocess

@@ -1,0 +1,38 @@
+"""`python -m benchmarks [NAME ...]`: runs benchmarks and writes results/NAME.json with what they were run on."""
+
+import argparse
+import importlib
+import json
+import time
+from pathlib import Path
+
+from benchmarks.machine import describe
+
+RESULTS = Path(__file__).parent / "results"
+NAMES = ["offline_mixed", "http_streams", "memory"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; all by default")
+    parser.add_argument("--models", default="qwen2.5-0.5b,llama-3.2-1b", help="shapes, comma-separated")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    for name in options.names or NAMES:
+        if name not in NAMES:
+            parser.error(f"NAME: {name!r} is not one of {', '.join(NAMES)}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    for name in options.names or NAMES:
+        module = importlib.import_module(f"benchmarks.{name}")
+        result: dict = {"benchmark": name, "about": module.__doc__.strip().splitlines()[0], "machine": describe()}
+        begin = time.time()
+        for model in options.models.split(","):
+            print(f"== {name}: {model}", flush=True)
+            result[model] = module.run(model)
+            result["seconds"] = round(time.time() - begin)
+            (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+            print(json.dumps(result[model], indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""32 concurrent streaming HTTP clients against the offline engine, and the time per step outside the model.
+
+The clients are one process of plain sockets, so that they take little of the two cores; server and offline engine
+take turns on the same requests.
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+from benchmarks import workload
+from benchmarks.checkpoints import checkpoint
+
+CLIENTS, PROMPT, OUTPUT, ROUNDS = 32, 64, 64, 3
+PORT = 8765
+OFFLINE = """
+import sys, time, json
+from benchmarks import workload
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.controller import GroupConfig
+from paceline.engine.runner import ModelRunner
+from paceline.runtime.offline import Offline
+path, clients, prompt, output = sys.argv[1], *map(int, sys.argv[2:])
+runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=256, num_blocks=1024)
+config = GroupConfig(scheduler=SchedulerConfig(max_batch=256, num_blocks=1024))
+prompts = [p[:prompt] for p in workload.prompts(runner.decoder.config.vocab_size)][:clients]
+print("ready", flush=True)
+for line in sys.stdin:
+    begin = time.perf_counter()
+    Offline(runner, config).generate(prompts, [workload.greedy(output)] * clients)
+    print(time.perf_counter() - begin, flush=True)
+"""
+
+
+async def client(path: str, prompt: list[int], model: str) -> int:
+    """Streams one completion; returns its tokens."""
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": OUTPUT,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+    answer = await reader.read()
+    writer.close()
+    assert b" 200 " in answer.split(b"\r\n", 1)[0] and b"data: [DONE]" in answer, answer[:300]
+    return int(re.search(rb'"completion_tokens":(\d+)', answer).group(1))
+
+
+async def clients(prompts: list[list[int]], model: str) -> int:
+    return sum(await asyncio.gather(*(client("/v1/completions", prompt, model) for prompt in prompts)))
+
+
+def metrics() -> dict[str, float]:
+    """Steps, and their seconds by part, ever."""
+    text = urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics").read().decode()
+    found = dict(re.findall(r'^paceline_step_seconds_total\{.*part="(\w+)"\} (\S+)$', text, re.M))
+    found["steps"] = re.search(r"^paceline_steps_total\S* (\S+)$", text, re.M).group(1)
+    return {name: float(value) for name, value in found.items()}
+
+
+def wait_ready(server: subprocess.Popen) -> None:
+    for _ in range(600):
+        try:
+            if urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready").status == 200:
+                return
+        except OSError:
+            assert server.poll() is None, "the server ended"
+            time.sleep(0.2)
+    raise TimeoutError("the server is not ready after 2 minutes")
+
+
+def run(model: str) -> dict:
+    path = str(checkpoint(model))
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    offline = subprocess.Popen(
+        [sys.executable, "-c", OFFLINE, path, str(CLIENTS), str(PROMPT), str(OUTPUT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment | {"OMP_WAIT_POLICY": "passive"},
+    )
+    command = ["-m", "paceline.cli.main", "serve", path, "--port", str(PORT), "--num-blocks", "1024"]
+    server = subprocess.Popen([sys.executable, *command], env=environment)
+    try:
+        assert offline.stdout.readline().strip() == "ready"
+        wait_ready(server)
+        return measure(offline, model)
+    finally:
+        offline.stdin.close()
+        server.send_signal(signal.SIGTERM)
+        server.wait(30)
+        offline.wait(30)
+
+
+def measure(offline: subprocess.Popen, model: str) -> dict:
+    vocabulary = 32768
+    rates = {"http": [], "offline": []}
+    asyncio.run(clients([p[:8] for p in workload.prompts(vocabulary)], model))
+    before = metrics()
+    for round in range(ROUNDS):
+        offline.stdin.write("go\n")
+        offline.stdin.flush()
+        rates["offline"].append(CLIENTS * OUTPUT / float(offline.stdout.readline()))
+        # other tokens in every round: nothing comes from the prefix cache
+        prompts = [[(t + round) % 7700 + 300 for t in p[:PROMPT]] for p in workload.prompts(vocabulary)][:CLIENTS]
+        begin = time.perf_counter()
+        tokens = asyncio.run(clients(prompts, model))
+        rates["http"].append(tokens / (time.perf_counter() - begin))
+        print(f"  round {round}: offline {rates['offline'][-1]:.1f}, http {rates['http'][-1]:.1f} tokens/s", flush=True)
+    parts = {key: value - before.get(key, 0.0) for key, value in metrics().items()}
+    steps = parts.pop("steps")
+    per_step = {part: round(1e6 * seconds / steps) for part, seconds in parts.items()}
+    ratios = sorted(h / o for h, o in zip(rates["http"], rates["offline"], strict=True))
+    return {
+        "clients": CLIENTS,
+        "tokens_s": {name: [round(r, 1) for r in values] for name, values in rates.items()},
+        "ratio_median": round(ratios[len(ratios) // 2], 3),
+        "steps": int(steps),
+        "microseconds_per_step": per_step,
+        "microseconds_outside_the_model": sum(value for part, value in per_step.items() if part != "forward"),
+        "goal_microseconds": 1000 + 20 * CLIENTS,
+    }

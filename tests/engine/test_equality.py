@@ -1,0 +1,80 @@
+"""A sequence's tokens do not depend on how it was scheduled: budget, batch, preemption, prefix cache."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.cli.sources import BUILTIN
+from paceline.controller import GroupConfig
+from paceline.core.request import SamplingParams
+from paceline.engine.runner import ModelRunner
+from paceline.engine.tokenizer import Tokenizer
+from paceline.runtime.offline import Offline
+
+TEXTS = [
+    "def __init__(self, ",
+    "import os\nimport sys\n\n\ndef main():\n    ",
+    "class Point:\n    x: int\n    y: int\n\n    def distance(self, other):\n        return ",
+    "try:\n    value = int(text)\nexcept ",
+]
+COUNT, OUTPUT, NUM_BLOCKS = 16, 48, 400
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return ModelRunner.load(BUILTIN / "coder", max_batch_tokens=4096, max_batch=16, num_blocks=NUM_BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    """16 prompts of very different lengths, some with a beginning in common."""
+    tokenizer = Tokenizer.load(BUILTIN / "coder")
+    pieces = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    return [(pieces[i % 4] * (1 + i // 4 * 3) + pieces[(i + 1) % 4])[: 10 + 12 * i] for i in range(COUNT)]
+
+
+def params(kind: str) -> list[SamplingParams]:
+    base = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+    if kind == "seeded":
+        base = replace(base, temperature=0.9, top_p=0.95, top_k=200, frequency_penalty=0.2)
+    return [replace(base, seed=100 + i) for i in range(COUNT)]
+
+
+def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS):
+    limits = SchedulerConfig(token_budget=budget, max_batch=16, num_blocks=num_blocks)
+    offline = Offline(runner, GroupConfig(scheduler=limits))
+    preempted = []
+    offline.on_step = lambda batch, forward_s, sample_s: preempted.extend(batch.preempted)
+    return [output.tokens for output in offline.generate(prompts, params)], len(preempted)
+
+
+@pytest.fixture(scope="module", params=["greedy", "seeded"])
+def reference(request, runner, prompts):
+    """Each prompt alone, whole."""
+    chosen = params(request.param)
+    alone = [run(runner, [p], [s], budget=4096)[0][0] for p, s in zip(prompts, chosen, strict=True)]
+    assert all(len(tokens) == OUTPUT for tokens in alone)
+    return chosen, alone
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64, 512, 4096])
+def test_budget_and_batch_change_nothing(runner, prompts, reference, budget):
+    chosen, alone = reference
+    together, preemptions = run(runner, prompts, chosen, budget)
+    assert together == alone and preemptions == 0
+
+
+@pytest.mark.parametrize("budget", [7, 64, 512, 4096])
+def test_preemption_changes_nothing(runner, prompts, reference, budget):
+    chosen, alone = reference
+    tight = 1 + max(-(-(len(p) + OUTPUT) // 16) for p in prompts)
+    together, preemptions = run(runner, prompts, chosen, budget, num_blocks=tight)
+    assert preemptions > 0, "the pool was meant to be too small"
+    assert together == alone
+
+
+def test_seeded_sampling_is_sampling(reference):
+    chosen, alone = reference
+    if chosen[0].temperature:
+        assert len({tuple(tokens[:8]) for tokens in alone}) > COUNT // 2

@@ -1,0 +1,209 @@
+"""How a request becomes sequences: order, refusal, and cancellation wherever the client leaves."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from paceline.engine.tokenizer import Tokenizer
+from paceline.server.app import ServerConfig
+from tests.server.conftest import Server, in_process, in_thread, until, wait_for
+
+BODY = {"prompt": "hello", "max_tokens": 200, "n": 3}
+PATHS = [("/v1/completions", BODY), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3})]
+
+
+class Client:
+    """Calls the app with its own `receive` and `send`, so that it can leave when it wants."""
+
+    def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self.gone = asyncio.Event()
+        self._body = json.dumps(body).encode()
+        headers = [(b"content-type", b"application/json"), (b"host", b"x")]
+        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": headers}
+        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "asgi": {"version": "3.0"}}
+        scope |= {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2), "root_path": ""}
+        self.task = asyncio.create_task(server.app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if not self.gone.is_set():
+            self.sent.append(message)
+
+    @property
+    def bodies(self) -> int:
+        return sum(message["type"] == "http.response.body" for message in self.sent)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), PATHS)
+async def test_leaving_in_the_queue_cancels(tokenizer: Tokenizer, path: str, body: dict, stream: bool) -> None:
+    async with in_process(tokenizer) as server:
+        server.fleet.paused = True
+        client = Client(server, path, {**body, "stream": stream})
+        await until(lambda: len(server.fleet.running) == 1)
+        client.gone.set()
+        await asyncio.wait_for(client.task, 5)
+        assert server.fleet.cancelled == ["1"] and not server.fleet.running and not server.app.state.api.generations
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), PATHS)
+async def test_leaving_under_way_cancels_every_choice(
+    tokenizer: Tokenizer, path: str, body: dict, stream: bool
+) -> None:
+    async with in_process(tokenizer, step_s=0.01) as server:
+        client = Client(server, path, {**body, "stream": stream})
+        await until(lambda: len(server.fleet.running) == 3 and all(s.generated for s in server.fleet.running.values()))
+        client.gone.set()
+        await until(lambda: not server.fleet.running)
+        await asyncio.wait_for(client.task, 5)
+        assert sorted(server.fleet.cancelled) == ["1", "2", "3"] and not server.app.state.api.generations
+        ended = server.app.state.api.metrics.models["tiny"].ended
+        assert ended == {"stop": 0, "length": 0, "abort": 3, "error": 0}
+
+
+async def test_leaving_before_the_others_are_submitted(tokenizer: Tokenizer) -> None:
+    """The first choice has begun, its siblings find a full queue and would come later: they never do."""
+    async with in_process(tokenizer, step_s=0.005, capacity=1) as server:
+        client = Client(server, "/v1/completions", {**BODY, "stream": True})
+        await until(lambda: client.bodies > 2)
+        client.gone.set()
+        await asyncio.wait_for(client.task, 5)
+        server.fleet.capacity = 100
+        await asyncio.sleep(1.2)
+        assert len(server.fleet.submitted) == 1 and not server.fleet.running
+
+
+def test_a_closed_connection_cancels(tokenizer: Tokenizer) -> None:
+    """The same over real HTTP."""
+    with in_thread(tokenizer, step_s=0.02) as server:
+        with server.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
+            next(answer.iter_lines())
+            wait_for(lambda: len(server.fleet.running) == 3)
+        wait_for(lambda: not server.fleet.running)
+        assert len(server.fleet.cancelled) == 3
+
+
+async def test_a_complete_answer_cancels_nothing(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer) as server:
+        for path, body in PATHS:
+            for stream in (True, False):
+                await server.client.post(path, json={**body, "max_tokens": 5, "stream": stream})
+        assert not server.fleet.cancelled and not server.fleet.running and not server.app.state.api.generations
+
+
+async def test_the_first_choice_comes_before_its_siblings(tokenizer: Tokenizer) -> None:
+    """So that they find the prompt's blocks in the prefix cache."""
+    async with in_process(tokenizer) as server:
+        server.fleet.paused = True
+        client = Client(server, "/v1/completions", {"prompt": ["a", "b"], "n": 3, "max_tokens": 4})
+        await until(lambda: len(server.fleet.submitted) == 2)
+        await asyncio.sleep(0.05)
+        assert [s.params.choice for s in server.fleet.submitted] == [0, 0]
+        server.fleet.paused = False
+        await asyncio.wait_for(client.task, 5)
+        assert sorted(s.params.choice for s in server.fleet.submitted) == [0, 0, 1, 1, 2, 2]
+        assert len({s.params.seed for s in server.fleet.submitted}) == 1
+
+
+async def test_siblings_do_not_compute_the_prompts_logprobs_again(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer) as server:
+        body = {"prompt": [5, 6, 7], "n": 3, "max_tokens": 2, "echo": True, "logprobs": 1}
+        choices = (await server.client.post("/v1/completions", json=body)).json()["choices"]
+        assert [s.params.prompt_logprobs for s in server.fleet.submitted] == [1, None, None]
+        logs = [choice["logprobs"]["token_logprobs"][:3] for choice in choices]
+        assert logs[0] == logs[1] == logs[2] and logs[0][1] is not None
+
+
+async def test_siblings_wait_for_a_place(tokenizer: Tokenizer) -> None:
+    """A request that was accepted does not fail because its other choices find the queue full."""
+    async with in_process(tokenizer, capacity=1) as server:
+        answer = await server.client.post("/v1/completions", json={"prompt": "a", "n": 2, "max_tokens": 3})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 6
+
+
+async def test_hurry_submits_what_waits(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer) as server:
+        server.fleet.paused = True
+        body = {"prompt": [5, 6, 7], "n": 3, "max_tokens": 2, "echo": True, "logprobs": 0}
+        client = Client(server, "/v1/completions", body)
+        await until(lambda: len(server.fleet.running) == 1)
+        server.app.state.api.hurry()
+        assert len(server.fleet.running) == 3
+        draining = asyncio.create_task(server.fleet.drain())
+        server.fleet.paused = False
+        await asyncio.wait_for(client.task, 5)
+        await draining
+        choices = json.loads(client.sent[-1]["body"])["choices"]
+        assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), PATHS)
+async def test_a_full_queue_is_503_with_retry_after(tokenizer: Tokenizer, path: str, body: dict, stream: bool) -> None:
+    async with in_process(tokenizer, capacity=0) as server:
+        answer = await server.client.post(path, json={**body, "stream": stream})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "7"
+        assert answer.json()["error"]["code"] == "overloaded"
+
+
+async def test_prompts_are_taken_all_or_none(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer, capacity=2) as server:
+        server.fleet.paused = True
+        answer = await server.client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+        assert answer.status_code == 503 and len(server.fleet.cancelled) == 2 and not server.fleet.running
+
+
+async def test_draining_is_503(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer) as server:
+        server.fleet.draining = True
+        answer = await server.client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "3"
+        ready = await server.client.get("/ready")
+        assert ready.status_code == 503 and "retry-after" in ready.headers
+        assert (await server.client.get("/health")).status_code == 200
+
+
+async def test_too_long_for_the_cache_is_400(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer) as server:
+        server.fleet.models["tiny"] = 20
+        statuses = server.fleet.status
+        server.fleet.status = lambda: []  # type: ignore[method-assign]
+        answer = await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 100})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+        server.fleet.status = statuses  # type: ignore[method-assign]
+        answer = await server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 100})
+        assert answer.status_code == 400 and "20 tokens" in answer.json()["error"]["message"]
+
+
+async def test_a_model_that_the_fleet_lost_is_404(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer) as server:
+        server.fleet.models.clear()
+        answer = await server.client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_health_follows_the_fleet(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer) as server:
+        assert (await server.client.get("/health")).status_code == 200
+        server.fleet.healthy = False
+        assert (await server.client.get("/health")).status_code == 503
+        assert (await server.client.get("/ready")).status_code == 503
+
+
+async def test_keys_separate_prefix_caches(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer, ServerConfig(api_keys=("one", "two"))) as server:
+        for key in ("one", "two", "one"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)).status_code == 200
+        names = [s.namespace for s in server.fleet.submitted]
+        assert names[0] == names[2] != names[1] and "one" not in names[0] and len(names[0]) == 64
