@@ -21,7 +21,7 @@ from builtin_models.training import Loss, Phase, RunSpec, Trainer, distillation_
 TARGET = RunSpec(
     name="coder",
     shape=LlamaShape(hidden=256, layers=4, heads=4, kv_heads=2, intermediate=512),
-    tokens=25_000_000,
+    tokens=22_000_000,
     phases=(
         Phase(0.0, length=256, micro_batches=1, keep_tests=1.0),
         Phase(0.35, length=256, micro_batches=1, keep_tests=0.4),

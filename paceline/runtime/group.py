@@ -70,6 +70,7 @@ class WorkerGroup:
         self._held: list[Batch] = []  # composed while there was no worker
         self._dropped: list[int] = []
         self._restarts = 0
+        self._cached_tokens = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     # The process
@@ -243,7 +244,7 @@ class WorkerGroup:
                 running=len(scheduler.running),
                 blocks_used=blocks.num_blocks - blocks.num_free,
                 blocks_total=blocks.num_blocks,
-                cached_tokens=scheduler.cached_tokens,
+                cached_tokens=scheduler.cached_tokens - self._cached_tokens,
                 forward_s=flight.forward_s,
                 sample_s=flight.sample_s,
                 schedule_s=self.driver.turn_s,
@@ -251,6 +252,7 @@ class WorkerGroup:
                 output_s=flight.output_s,
             )
         )
+        self._cached_tokens = scheduler.cached_tokens
 
     # Sequences
 

@@ -166,6 +166,8 @@ class Api:
 
     async def get_model(self, model: str) -> Response:
         """One model."""
+        if model not in self.models:
+            raise model_not_found(model, list(self.models))
         return _json(self._card(self.find(model)))
 
     def _card(self, model: ServedModel) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _is_ids(value: list[Any]) -> bool:
 
 
 def _check_range(ids: list[int]) -> None:
-    if ids and not (0 <= min(ids) and max(ids) <= MAX_TOKENS):
+    if ids and not (min(ids) >= 0 and max(ids) <= MAX_TOKENS):
         raise fault("token ids are integers from 0 on")
 
 

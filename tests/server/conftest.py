@@ -69,9 +69,7 @@ def build(tokenizer: Tokenizer, config: ServerConfig | None = None, **fleet: Any
 
 
 @asynccontextmanager
-async def in_process(
-    tokenizer: Tokenizer, config: ServerConfig | None = None, **fleet: Any
-) -> AsyncIterator[Server]:
+async def in_process(tokenizer: Tokenizer, config: ServerConfig | None = None, **fleet: Any) -> AsyncIterator[Server]:
     """The app called directly, through httpx."""
     server = build(tokenizer, config, **fleet)
     async with server.app.router.lifespan_context(server.app):

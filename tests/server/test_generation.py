@@ -87,7 +87,8 @@ def test_a_closed_connection_cancels(tokenizer: Tokenizer) -> None:
     """The same over real HTTP."""
     with in_thread(tokenizer, step_s=0.02) as server:
         with server.client.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()
+            next(lines)
             wait_for(lambda: len(server.fleet.running) == 3)
         wait_for(lambda: not server.fleet.running)
         assert len(server.fleet.cancelled) == 3
@@ -204,6 +205,8 @@ async def test_keys_separate_prefix_caches(tokenizer: Tokenizer) -> None:
     async with in_process(tokenizer, ServerConfig(api_keys=("one", "two"))) as server:
         for key in ("one", "two", "one"):
             headers = {"authorization": f"Bearer {key}"}
-            assert (await server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)).status_code == 200
+            assert (
+                await server.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+            ).status_code == 200
         names = [s.namespace for s in server.fleet.submitted]
         assert names[0] == names[2] != names[1] and "one" not in names[0] and len(names[0]) == 64

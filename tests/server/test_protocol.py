@@ -48,7 +48,22 @@ COMMON: dict[str, list[Any]] = {
     "prompt_cache_retention": TEXT,
 }
 COMPLETION: dict[str, list[Any]] = COMMON | {
-    "prompt": [None, 1, True, {}, [], [[]], [True], [[True]], [1, "a"], [[1], "a"], [[1], [2.5]], [-1], [HUGE], [[HUGE]]]
+    "prompt": [
+        None,
+        1,
+        True,
+        {},
+        [],
+        [[]],
+        [True],
+        [[True]],
+        [1, "a"],
+        [[1], "a"],
+        [[1], [2.5]],
+        [-1],
+        [HUGE],
+        [[HUGE]],
+    ]
     + [[99999999], [[1], [99999999]], ["a"] * 257, [1.5], [None], [{"a": 1}], "", [1] * CONTEXT, [""]],
     "max_tokens": [*COUNT, 2**31, CONTEXT],
     "logprobs": [*COUNT, 21],
@@ -77,7 +92,12 @@ ROUTES: list[tuple[str, dict[str, Any], dict[str, list[Any]]]] = [
     (
         "/tokenize",
         {"prompt": "hello"},
-        {"prompt": [None, 1, [], {}], "add_special_tokens": FLAG, "return_token_strs": FLAG, "add_generation_prompt": FLAG}
+        {
+            "prompt": [None, 1, [], {}],
+            "add_special_tokens": FLAG,
+            "return_token_strs": FLAG,
+            "add_generation_prompt": FLAG,
+        }
         | {"messages": [[], [{"role": "user", "content": "x"}], 1], "model": [1, [], {}]},
     ),
     (

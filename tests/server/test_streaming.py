@@ -146,7 +146,9 @@ async def test_a_stream_says_what_the_whole_answer_says(
                 for extra in ({}, {"logprobs": True, "top_logprobs": 2} if "chat" in path else {"logprobs": 2}):
                     await _compare(server.client, path, {**body, **more, **extra, "seed": seed, "max_tokens": 40})
             await _compare(server.client, "/v1/completions", {**COMPLETION, **more, "echo": True, "logprobs": 1})
-            await _compare(server.client, "/v1/completions", {**COMPLETION, **more, "prompt": [[7], [5, 6]], "echo": True})
+            await _compare(
+                server.client, "/v1/completions", {**COMPLETION, **more, "prompt": [[7], [5, 6]], "echo": True}
+            )
 
 
 async def _compare(client: Any, path: str, body: dict[str, Any]) -> None:
@@ -251,7 +253,12 @@ def test_the_end_of_sequence_gives_no_stop_reason() -> None:
 
 
 def test_an_unfinished_character_waits_and_is_replaced_at_the_end() -> None:
-    tokens = [t for byte in "世".encode()[:2] for t in range(TOKENIZER.vocab_size) if TOKENIZER.token_bytes(t) == bytes([byte])]
+    tokens = [
+        t
+        for byte in "世".encode()[:2]
+        for t in range(TOKENIZER.vocab_size)
+        if TOKENIZER.token_bytes(t) == bytes([byte])
+    ]
     text, generation = generate(tokens, [1], TextOptions(), logprobs=0)
     assert text == "�" and [entry.offset for entry in generation.choices[0].kept] == [0, 0]  # type: ignore[attr-defined]
 
@@ -288,14 +295,20 @@ async def test_two_tokens_of_one_text_are_told_apart(tokenizer: Tokenizer) -> No
 async def test_chat_logprobs(tokenizer: Tokenizer) -> None:
     async with in_process(tokenizer) as server:
         body = {**CHAT, "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
-        content = (await server.client.post("/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"]["content"]
+        content = (await server.client.post("/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"][
+            "content"
+        ]
         assert len(content) == 3
         for i, entry in enumerate(content):
             token = server.fleet.token(server.fleet.submitted[0].params, i)
-            assert bytes(entry["bytes"]) == tokenizer.token_bytes(token) and entry["token"] == tokenizer.token_text(token)
+            assert bytes(entry["bytes"]) == tokenizer.token_bytes(token) and entry["token"] == tokenizer.token_text(
+                token
+            )
             assert [top["token"] for top in entry["top_logprobs"]] == ["<s>", "</s>"]
         body = {**CHAT, "max_tokens": 3, "logprobs": True}
-        content = (await server.client.post("/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"]["content"]
+        content = (await server.client.post("/v1/chat/completions", json=body)).json()["choices"][0]["logprobs"][
+            "content"
+        ]
         assert all(entry["top_logprobs"] == [] for entry in content)
 
 
@@ -314,7 +327,9 @@ async def test_scoring_without_generating(tokenizer: Tokenizer) -> None:
         body = {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
         answer = (await server.client.post("/v1/completions", json=body)).json()
         assert [len(choice["logprobs"]["tokens"]) for choice in answer["choices"]] == [3, 2]
-        assert [choice["text"] for choice in answer["choices"]] == ["".join(map(tokenizer.token_text, p)) for p in body["prompt"]]
+        assert [choice["text"] for choice in answer["choices"]] == [
+            "".join(map(tokenizer.token_text, p)) for p in body["prompt"]
+        ]
         assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
         assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
         assert [seq.params.max_tokens for seq in server.fleet.submitted] == [1, 1]

@@ -1,0 +1,74 @@
+import pytest
+
+from paceline.cli import fleet_file
+from paceline.cli.serve import find_models, parse_bytes
+from paceline.cli.sources import BUILTIN, builtin_names, resolve
+
+GOOD = "models:\n  - {name: a, source: builtin:coder}\n  - {name: b, source: builtin:coder-draft}\n"
+
+
+def write(tmp_path, text):
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_fleet_file_names_its_models(tmp_path):
+    models = find_models([str(write(tmp_path, GOOD))], [])
+    assert [(m.name, m.path.name) for m in models] == [("a", "coder"), ("b", "coder-draft")]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("models:\n  - {name: a, sorce: x, source: y}\n", r"models.0.sorce: unknown key; did you mean 'source'\?"),
+        ("modles: []\n", r"did you mean 'models'\?.* valid are models|models: Field required"),
+        ("models:\n  - {name: a}\n", "models.0.source"),
+        ("models: []\n", "models"),
+        ("models:\n  - {name: 3, source: x}\n", "models.0.name"),
+        (GOOD + "  - {name: a, source: builtin:coder}\n", "'a' is there twice"),
+        ("models: [}\n", "not YAML"),
+        ("just text\n", "file"),
+    ],
+)
+def test_mistakes_are_one_line_that_names_the_key(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message) as error:
+        fleet_file.load(write(tmp_path, text))
+    assert "\n" not in str(error.value) and "fleet.yaml" in str(error.value)
+
+
+def test_sources():
+    assert resolve("builtin:coder") == BUILTIN / "coder"
+    assert resolve(str(BUILTIN / "coder")) == BUILTIN / "coder"
+    assert builtin_names() == ["coder", "coder-draft"]
+
+
+@pytest.mark.parametrize("source", ["builtin:x", "/no/such/place", "nothing", "./a/b"])
+def test_a_source_that_is_nowhere_is_named(source):
+    with pytest.raises(ValueError, match="source"):
+        resolve(source)
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"config\.json"):
+        resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("6GiB", 6 * 2**30), ("512MB", 512 * 2**20), ("1.5g", 3 * 2**29), ("1024", 1024)]
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "many", "5 TB", "-"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match="memory"):
+        parse_bytes(text)
+
+
+def test_names_must_fit_the_models():
+    with pytest.raises(ValueError, match="served-model-name"):
+        find_models(["builtin:coder"], ["a", "b"])
+    with pytest.raises(ValueError, match="served-model-name"):
+        find_models(["builtin:coder", "builtin:coder"], [])

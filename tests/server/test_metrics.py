@@ -1,0 +1,114 @@
+"""Metrics: what the events and the steps say, under our names and under vLLM's."""
+
+import re
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.core.events import Event
+from paceline.engine.tokenizer import Tokenizer
+from paceline.runtime.api import StepRecord
+from paceline.server.app import ServerConfig
+from paceline.server.metrics import Metrics, exposition
+from tests.server.conftest import in_process
+
+
+def samples(text: str) -> dict[str, float]:
+    """{"name{label=value}": number} of an exposition, which must parse."""
+    return {
+        sample.name + "".join(f"{{{k}={v}}}" for k, v in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def observed() -> Metrics:
+    metrics = Metrics()
+    metrics.on_events([Event("accepted", 1.0, 0, "a"), Event("accepted", 1.0, 0, "b")])
+    metrics.admitted("a", "tiny", 10)
+    metrics.admitted("b", "tiny", 20)
+    metrics.on_events([Event("started", 1.1, 0, "0", 2), Event("tokens", 1.3, 0, "a", 1)])
+    metrics.on_step(StepRecord(0, 1.3, 30, 2, 5, 2, 40, 160, 8, 0.2, 0.01, 0.001, 0.002, 0.003))
+    metrics.on_events(
+        [Event("preempted", 1.35, 0, "b"), Event("tokens", 1.5, 0, "a", 2), Event("tokens", 1.5, 0, "b", 1)]
+    )
+    metrics.on_step(StepRecord(0, 1.5, 2, 2, 4, 3, 80, 160, 0, 0.1, 0.01, 0.001, 0.002, 0.003))
+    metrics.on_events([Event("finished", 1.5, 0, "a", 3, "length"), Event("rejected", 1.6, 0, "c")])
+    metrics.ended("tiny", "length")
+    return metrics
+
+
+@pytest.mark.parametrize("vllm", [False, True])
+def test_what_is_counted(vllm: bool) -> None:
+    found = samples(exposition(observed(), vllm).decode())
+    tiny = "{model=tiny}"
+    assert found[f"paceline_prompt_tokens_total{tiny}"] == 30
+    assert found[f"paceline_generation_tokens_total{tiny}"] == 4
+    assert found[f"paceline_num_preemptions_total{tiny}"] == 1
+    assert found["paceline_request_success_total{finished_reason=length}{model=tiny}"] == 1
+    assert found[f"paceline_time_to_first_token_seconds_count{tiny}"] == 2
+    assert found[f"paceline_time_to_first_token_seconds_sum{tiny}"] == pytest.approx(0.8)
+    assert found[f"paceline_inter_token_seconds_count{tiny}"] == 2
+    assert found[f"paceline_inter_token_seconds_sum{tiny}"] == pytest.approx(0.2)
+    assert found["paceline_inter_token_seconds_bucket{le=0.1}{model=tiny}"] == 2
+    assert found[f"paceline_e2e_request_latency_seconds_sum{tiny}"] == pytest.approx(0.5)
+    assert found["paceline_running{group=0}"] == 3 and found["paceline_waiting{group=0}"] == 4
+    assert found["paceline_kv_usage{group=0}"] == 0.5
+    assert found["paceline_prefix_cache_hit_tokens_total{group=0}"] == 8
+    assert found["paceline_steps_total{group=0}"] == 2
+    assert found["paceline_rejected_total"] == 1
+    parts = {"forward": 0.3, "sample": 0.02, "schedule": 0.002, "messages": 0.004, "output": 0.006}
+    for part, seconds in parts.items():
+        assert found[f"paceline_step_seconds_total{{group=0}}{{part={part}}}"] == pytest.approx(seconds)
+    assert any(name.startswith("vllm:") for name in found) == vllm
+
+
+def test_the_same_under_vllms_names() -> None:
+    found = samples(exposition(observed(), True).decode())
+    tiny = "{model_name=tiny}"
+    assert found["vllm:num_requests_running"] == 3 and found["vllm:num_requests_waiting"] == 4
+    assert found["vllm:kv_cache_usage_perc"] == 0.5
+    assert found[f"vllm:prompt_tokens_total{tiny}"] == 30 and found[f"vllm:generation_tokens_total{tiny}"] == 4
+    assert found[f"vllm:num_preemptions_total{tiny}"] == 1
+    assert found["vllm:request_success_total{finished_reason=length}{model_name=tiny}"] == 1
+    assert found["vllm:prefix_cache_queries_total"] == 30 and found["vllm:prefix_cache_hits_total"] == 8
+    for name in (
+        "time_to_first_token_seconds",
+        "time_per_output_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+    ):
+        assert found[f"vllm:{name}_count{tiny}"] > 0
+
+
+def test_nothing_runs_when_nothing_is_on_its_way() -> None:
+    """No step tells of the end: the last record is stale then."""
+    metrics = observed()
+    metrics.on_events([Event("cancelled", 1.7, 0, "b")])
+    assert not metrics.busy
+    found = samples(exposition(metrics, True).decode())
+    assert (
+        found["paceline_running{group=0}"]
+        == found["vllm:num_requests_waiting"]
+        == found["paceline_kv_usage{group=0}"]
+        == 0
+    )
+
+
+async def test_metrics_of_a_running_server(tokenizer: Tokenizer) -> None:
+    async with in_process(tokenizer, ServerConfig(metrics_compat="vllm")) as server:
+        await server.client.post("/v1/completions", json={"prompt": [5, 6, 7], "max_tokens": 4, "n": 2})
+        await server.client.post(
+            "/v1/completions", json={"prompt": "x", "stop": ["e", "a", "o", "t"], "max_tokens": 200}
+        )
+        await server.client.get("/nope/" + "x" * 50)
+        answer = await server.client.get("/metrics")
+        assert re.match(r"text/plain; version=0\.0\.4", answer.headers["content-type"])
+        found = samples(answer.text)
+        assert found["paceline_http_requests_total{code=200}{route=/v1/completions}"] == 2
+        assert found["paceline_http_requests_total{code=404}{route=other}"] == 1
+        assert found["paceline_request_success_total{finished_reason=length}{model=tiny}"] == 2
+        assert found["paceline_request_success_total{finished_reason=stop}{model=tiny}"] == 1
+        assert found["paceline_prompt_tokens_total{model=tiny}"] == 6 + len(tokenizer.encode("x", True))
+        assert found["vllm:time_to_first_token_seconds_count{model_name=tiny}"] == 3
+        assert not server.app.state.api.metrics.busy
