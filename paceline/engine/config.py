@@ -1,6 +1,6 @@
 """What a checkpoint directory says of itself: config.json and generation_config.json as one frozen value.
 
-Keys and their defaults are those of Hugging Face's configuration classes, in both styles: `rope_scaling` beside
+Keys and their defaults are those of Hugging Face's classes, in both styles: `rope_scaling` beside
 `rope_theta` (old) and `rope_parameters` (transformers 5). Nothing is ever run from the directory: `auto_map` is ignored.
 """
 

@@ -149,8 +149,8 @@ def attend_rows(
 ):  # noqa: ANN201
     """Row i of queries [rows, heads * dims] over tokens [low[i], high[i]) of table[i], into row index[i] of out.
 
-    keys, values: one layer of the pool, [num_blocks, kv_heads, size, dims] flat. Threads take items in turn: rows should
-    come longest first.
+    keys, values: one layer of the pool, [num_blocks, kv_heads, size, dims] flat. Threads take items in turn: rows
+    should come longest first.
     """
     group_dims = queries.shape[1] // kv_heads
     items, longest = index.shape[0] * kv_heads, (high - low).max()

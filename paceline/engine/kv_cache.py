@@ -42,7 +42,7 @@ class KVCache:
             pool.index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
 
     def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the blocks in `index` [kv_heads * n] from `block_rows`: [kv_heads, n * block_size, dim]."""
+        """Keys and values of the blocks in `index` [kv_heads * n] from `block_rows`: [kv_heads, n * size, dim]."""
         keys, values = (
             pool.index_select(0, index).view(self.kv_heads, -1, rows.shape[1])
             for pool, rows in zip(self.head_blocks[layer], self.rows[layer], strict=True)

@@ -4,6 +4,7 @@ A step is: forget and learn sequences, one forward pass over all slices, logits 
 A fault that belongs to one sequence is that sequence's answer; the others of the step do not notice.
 """
 
+import ctypes
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,9 @@ from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.sampler import SamplingState
 from paceline.engine.weights import Checkpoint
 
+# Bytes that steps leave behind: oneDNN's compiled kernels, one per layer shape and row count, and what the allocator
+# keeps. Measured 58 and 66 MiB after steps of seven sizes with the shapes of Llama 3.2 1B and Qwen 2.5 0.5B.
+KEPT = 64 << 20
 LOGIT_ROWS = 64  # logits at a time: bounds their memory where every prompt token's are asked for
 
 
@@ -98,6 +102,7 @@ class ModelRunner:
                 config, block_size, used=used, memory=memory, useful_tokens=useful, device=device
             )
         decoder = load_decoder(checkpoint, config, device=device, progress=progress)
+        _trim_heap()
         cache = KVCache(config, num_blocks, block_size, device)
         plan = MemoryPlan(baseline, config.weight_bytes, cache.nbytes, activations)
         fits = min(context, num_blocks * block_size)
@@ -238,7 +243,15 @@ def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -
     attention_row = 3 * queries + 2 * keys
     row = 3 * config.hidden + max(attention_row, 3 * config.intermediate)
     logits = 2 * LOGIT_ROWS * config.vocab_size
-    return 4 * (row * max_batch_tokens + logits) + attention.working_bytes(config, max_batch_tokens, context)
+    working = attention.working_bytes(config, max_batch_tokens, context)
+    return 4 * (row * max_batch_tokens + logits) + working + KEPT
+
+
+def _trim_heap() -> None:
+    """Returns what loading left in the C library's heap (110 to 190 MiB measured) where that library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _warm_up(config: ModelConfig, block_size: int, device: str) -> None:

@@ -23,6 +23,7 @@ from paceline.runtime.group import WorkerConfig, WorkerGroup
 from paceline.runtime.sequence import BlockHasher, RunningSequence
 
 WATCH_S = 0.25
+PACE_S = 60.0  # completions older than this say nothing about now
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ class LocalFleet:
         if refusal:
             del group.sequences[seq.id]
             if refusal.detail == "queue: full":
-                raise Overloaded(self._retry_after(group))
+                raise Overloaded(self._retry_after())
             raise TooLong(str(refusal.detail))
         return seq.id
 
@@ -155,12 +156,12 @@ class LocalFleet:
                 group.forget(seq)
                 self.driver.post(Cancel(id))
 
-    def _retry_after(self, group: WorkerGroup) -> float:
-        """Seconds until the queue has a place, by the pace of the last completions."""
-        if len(self._finished) < 2:
-            return 5.0
-        pace = (time.monotonic() - self._finished[0]) / len(self._finished)
-        return min(120.0, max(1.0, pace))
+    def _retry_after(self) -> float:
+        """Seconds until the queue has a place, by the pace of the last minute's completions."""
+        now = time.monotonic()
+        recent = [then for then in self._finished if now - then < PACE_S]
+        pace = (now - recent[0]) / len(recent) if recent else 5.0
+        return max(1.0, pace)
 
     # State
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -26,8 +26,10 @@ from paceline.server.replies import ChatStyle, CompletionStyle, Style
 from paceline.server.streaming import StreamReply, collect
 from paceline.server.template import ChatTemplate
 
+Endpoint = Callable[..., Awaitable[Response]]
 Body = TypeVar("Body", bound=BaseModel)
 REQUESTS: list[type[BaseModel]] = [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest]
+UNKNOWN_CONTEXT = 2**31 - 1  # of a model that was never loaded: the fleet says why it cannot be had
 METRICS_COMPAT = ("", "vllm")
 
 
@@ -89,7 +91,8 @@ class Api:
             raise model_not_found(name, list(self.models))
         model = self.models[name]
         infos = [status.info for status in self.fleet.status() if status.name == name and status.info is not None]
-        return replace(model, context=min([model.context, *(info.context for info in infos)]))
+        known = [context for context in (model.context, *(info.context for info in infos)) if context > 0]
+        return replace(model, context=min(known, default=UNKNOWN_CONTEXT))
 
     async def _body(self, request: Request, kind: type[Body]) -> Body:
         return validate(kind, await read_json(request, self.config.max_body_bytes))
@@ -148,9 +151,9 @@ class Api:
         check_vocabulary("tokens", body.tokens, model)
         return _json({"prompt": model.tokenizer.decode(body.tokens, body.skip_special_tokens)})
 
-    async def tokenizer_info(self, request: Request) -> Response:
+    async def tokenizer_info(self, model: str = "") -> Response:
         """Special tokens and chat template; of the first model unless the query names one."""
-        tokenizer = self._named_or_first(request.query_params.get("model", "")).tokenizer
+        tokenizer = self._named_or_first(model).tokenizer
         special = {"bos_token": None, "eos_token": None, "pad_token": None, **tokenizer.special_tokens}
         rest = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.chat_template}
         return _json(special | rest)
@@ -172,12 +175,13 @@ class Api:
 
     def _card(self, model: ServedModel) -> dict[str, Any]:
         states = [status for status in self.fleet.status() if status.name == model.name]
+        context = self.find(model.name).context
         return {
             "id": model.name,
             "object": "model",
             "created": model.created,
             "owned_by": "paceline",
-            "max_model_len": self.find(model.name).context,
+            "max_model_len": context if context < UNKNOWN_CONTEXT else None,
             "state": states[0].state if states else "unknown",
             "reason": states[0].reason if states else "",
         }
@@ -229,13 +233,13 @@ def create_app(fleet: Fleet, models: Mapping[str, ServedModel], config: ServerCo
 
 
 def _add_routes(app: FastAPI, api: Api) -> None:
-    posts: list[tuple[str, Callable, type[BaseModel], tuple[int, ...]]] = [
+    posts: list[tuple[str, Endpoint, type[BaseModel], tuple[int, ...]]] = [
         ("/v1/completions", api.completions, CompletionRequest, (429, 500, 503)),
         ("/v1/chat/completions", api.chat_completions, ChatRequest, (429, 500, 503)),
         ("/tokenize", api.tokenize, TokenizeRequest, ()),
         ("/detokenize", api.detokenize, DetokenizeRequest, ()),
     ]
-    gets: list[tuple[str, Callable, tuple[int, ...]]] = [
+    gets: list[tuple[str, Endpoint, tuple[int, ...]]] = [
         ("/v1/models", api.list_models, ()),
         ("/v1/models/{model:path}", api.get_model, (404,)),
         ("/tokenizer_info", api.tokenizer_info, (404,)),

@@ -89,7 +89,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_failure(request: Request, error: Exception) -> Response:
     """A fault of ours. Starlette raises it again after the answer, so that it is logged with its traceback."""
-    return to_response(ApiError(500, STATUS_TEXT[500], code="internal_error"))
+    headers = {"x-request-id": request.state.request_id} if hasattr(request.state, "request_id") else {}
+    return to_response(ApiError(500, STATUS_TEXT[500], code="internal_error", headers=headers))
 
 
 def install(app: FastAPI) -> None:

@@ -6,6 +6,7 @@ take the same pieces, so they cannot differ.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from paceline.runtime.api import Fleet, Overloaded, Rejected
 from paceline.server.errors import ApiError, from_rejection, model_not_found
 from paceline.server.metrics import Metrics
 
+LOGGER = logging.getLogger(__name__)
 RETRY_SIBLINGS = 1.0  # seconds, at the most, until the other choices of an accepted request are tried again
 
 
@@ -98,9 +100,20 @@ class Choice:
         self._cut = False  # the text ends before its tokens do
 
     def push(self, output: SliceOutput, finish: str | None) -> bool:
-        """Takes the tokens of one step. True: the text ran into a stop string, no more tokens are wanted."""
+        """Takes the tokens of one step. True: the text ran into a stop string, no more tokens are wanted.
+
+        A fault in here is this request's: the fleet's step goes on.
+        """
         if self.finish_reason is not None:
             return True
+        try:
+            return self._push(output, finish)
+        except Exception:
+            LOGGER.exception("the output of a sequence could not be taken")
+            self.fail("the answer could not be made")
+            return True
+
+    def _push(self, output: SliceOutput, finish: str | None) -> bool:
         self.prompt_logprobs += output.prompt_logprobs
         tokens = output.tokens
         if not tokens and finish is None:
@@ -183,7 +196,7 @@ class Choice:
     def _release(self, text: str) -> bool:
         """Sends `text` through the stop strings; True when it ran into one."""
         self._length += len(text)
-        if self._stops is None:
+        if self._stops is None or self.completion_tokens <= self._job.params.min_tokens:
             self._emit(text)
             return False
         text, matched = self._stops.push(text)

@@ -5,8 +5,9 @@ Plain numbers while serving; samples only when somebody scrapes.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
@@ -53,10 +54,10 @@ class ModelMetrics:
     def __init__(self) -> None:
         self.prompt_tokens = 0
         self.generation_tokens = 0
-        self.preemptions = 0
+        self.num_preemptions = 0
         self.ended = dict.fromkeys(REASONS, 0)
         self.first_token = Histogram(FIRST_TOKEN)
-        self.between_tokens = Histogram(BETWEEN)
+        self.between = Histogram(BETWEEN)
         self.whole = Histogram(WHOLE)
 
 
@@ -100,7 +101,7 @@ class Metrics:
             elif kind == "preempted":
                 known = self._open.get(event.request)
                 if known is not None:
-                    known.model.preemptions += 1
+                    known.model.num_preemptions += 1
             elif kind == "rejected":
                 self.rejected += 1
 
@@ -111,7 +112,7 @@ class Metrics:
         model = known.model
         model.generation_tokens += event.tokens
         if known.last:
-            model.between_tokens.observe((event.time - known.last) / event.tokens, event.tokens)
+            model.between.observe((event.time - known.last) / event.tokens, event.tokens)
         else:
             model.first_token.observe(event.time - known.arrival)
         known.last = event.time
@@ -144,7 +145,8 @@ class Metrics:
 
     def ended(self, model: str, reason: str) -> None:
         """A sequence is over: "stop", "length", "abort" (not wanted any more) or "error"."""
-        self.models[model].ended[reason] += 1
+        ended = self.models[model].ended
+        ended[reason] = ended.get(reason, 0) + 1
 
     def answered(self, route: str, status: int) -> None:
         self.http[route, status] += 1
@@ -197,29 +199,29 @@ class _Samples(Collector):
             for group, record in self._metrics.groups.items()
         }
 
+    def _named(self) -> dict[str, ModelMetrics]:
+        """Metrics by model; sequences that no route told of, if any, under the empty name."""
+        return {name: m for name, m in self._metrics.models.items() if name or m.generation_tokens}
+
     def _models(self, prefix: str, label: str, between: str) -> Iterator[Metric]:
-        models = {name: m for name, m in self._metrics.models.items() if name or m.generation_tokens}
-        for name, text, get in (
-            ("prompt_tokens", "Prompt tokens taken.", lambda m: m.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", lambda m: m.generation_tokens),
-            ("num_preemptions", "Sequences set back to be recomputed.", lambda m: m.preemptions),
+        models = self._named()
+        for field, text in (
+            ("prompt_tokens", "Prompt tokens taken."),
+            ("generation_tokens", "Tokens generated."),
+            ("num_preemptions", "Sequences set back to be recomputed."),
         ):
-            yield _family(CounterMetricFamily, prefix + name, text, [label], {n: get(m) for n, m in models.items()})
+            values = {name: getattr(m, field) for name, m in models.items()}
+            yield _family(CounterMetricFamily, prefix + field, text, [label], values)
         labels = [label, "finished_reason"]
         success = CounterMetricFamily(prefix + "request_success", "Sequences by end.", labels=labels)
         for name, m in models.items():
             for reason, count in m.ended.items():
                 success.add_metric([name, reason], count)
         yield success
-        for name, text, get in (
-            ("time_to_first_token_seconds", "Arrival to first token.", lambda m: m.first_token),
-            (between, "Between tokens.", lambda m: m.between_tokens),
-            ("e2e_request_latency_seconds", "Arrival to last token.", lambda m: m.whole),
-        ):
-            family = HistogramMetricFamily(prefix + name, text, labels=[label])
-            for model, m in models.items():
-                family.add_metric([model], buckets=get(m).buckets(), sum_value=get(m).sum)
-            yield family
+        first, whole = prefix + "time_to_first_token_seconds", prefix + "e2e_request_latency_seconds"
+        yield _histograms(first, "Arrival to first token.", label, {n: m.first_token for n, m in models.items()})
+        yield _histograms(prefix + between, "Between tokens.", label, {n: m.between for n, m in models.items()})
+        yield _histograms(whole, "Arrival to last token.", label, {n: m.whole for n, m in models.items()})
 
     def _vllm_gauges(self) -> Iterator[Metric]:
         """Groups are summed up: vLLM counts per engine, and has one."""
@@ -231,16 +233,27 @@ class _Samples(Collector):
         queries = sum(model.prompt_tokens for model in m.models.values())
         yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens looked up.", value=queries)
         yield CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens found.", value=sum(m.cached.values()))
-        family = HistogramMetricFamily("vllm:time_per_output_token_seconds", "Between tokens.", labels=["model_name"])
-        for name, model in m.models.items():
-            family.add_metric([name], buckets=model.between_tokens.buckets(), sum_value=model.between_tokens.sum)
-        yield family
+        between = {name: model.between for name, model in self._named().items()}
+        yield _histograms("vllm:time_per_output_token_seconds", "Between tokens.", "model_name", between)
 
 
-def _family(kind: type, name: str, text: str, labels: list[str], values: dict) -> Metric:
+def _family(
+    kind: type[CounterMetricFamily | GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: list[str],
+    values: Mapping[Any, float],
+) -> Metric:
     family = kind(name, text, labels=labels)
     for label, value in values.items():
         family.add_metric([str(label)], value)
+    return family
+
+
+def _histograms(name: str, text: str, label: str, values: Mapping[str, Histogram]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=[label])
+    for value, histogram in values.items():
+        family.add_metric([value], buckets=histogram.buckets(), sum_value=histogram.sum)
     return family
 
 

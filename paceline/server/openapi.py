@@ -56,6 +56,9 @@ def install(app: FastAPI, models: list[type[BaseModel]], with_keys: bool) -> Non
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+            for operations in schema["paths"].values():
+                for operation in operations.values():
+                    operation["responses"].pop("422", None)  # FastAPI's own; our validator answers 400
             parts = schema.setdefault("components", {})
             schemas = models_json_schema([(model, "validation") for model in models], ref_template=REF)[1]["$defs"]
             parts.setdefault("schemas", {}).update(schemas, Error=ERROR)

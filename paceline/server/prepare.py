@@ -16,7 +16,7 @@ INLINE_CHARS = 4096  # longer texts are encoded in a thread: the event loop goes
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as clients see it; `context`: prompt and answer together, in tokens; `created`: seconds since 1970."""
+    """A model as clients see it. `context`: prompt and answer, in tokens (0: not known); `created`: Unix time."""
 
     name: str
     tokenizer: Tokenizer

@@ -160,8 +160,8 @@ class CompletionStyle:
             return None
         return CompletionLogprobs(
             [token_name(self._tokenizer, entry.token) for entry in entries],
-            [entry.logprobs and finite(entry.logprobs.logprob) for entry in entries],
-            [entry.logprobs and _top(entry.logprobs, self._tokenizer) for entry in entries],
+            [finite(entry.logprobs.logprob) if entry.logprobs else None for entry in entries],
+            [_top(entry.logprobs, self._tokenizer) if entry.logprobs else None for entry in entries],
             [entry.offset for entry in entries],
         )
 

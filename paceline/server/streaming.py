@@ -9,7 +9,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.server.errors import ApiError
-from paceline.server.generation import Generation, Piece
+from paceline.server.generation import Entry, Generation, Piece
 from paceline.server.replies import Style, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -43,7 +43,7 @@ async def watched(generation: Generation, receive: Receive) -> AsyncIterator[Non
 async def collect(generation: Generation, style: Style, receive: Receive) -> Response:
     """The whole answer. Raises `ApiError` when the engine failed. A client that has left gets an empty one."""
     texts: list[list[str]] = [[] for _ in generation.choices]
-    entries: list[list] = [[] for _ in generation.choices]
+    entries: list[list[Entry]] = [[] for _ in generation.choices]
     async with watched(generation, receive):
         while generation.unfinished and not generation.disconnected:
             for choice in await generation.ready():

@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family, written by `transformers`: the reference that the engine is held against."""
+"""Small random checkpoints of every family, written by `transformers`: what the engine is held against."""
 
 import functools
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Measures what a streamed token costs the front end: `python -m tests.server.sse_cost` prints microseconds of CPU.
 
-A real server (uvloop, httptools) and 32 streaming clients in another process. The fake engine pushes one token into every
-stream and goes on when all are written, so one chunk per sequence and step. The kernel's part of a send is included.
+A real server (uvloop, httptools) and 32 streaming clients in another process. The fake engine pushes one token into
+every stream and goes on when all are written: one chunk per sequence and step. The kernel's part of a send is included.
 """
 
 import asyncio

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.engine.tokenizer import Tokenizer
-from paceline.server.app import ServerConfig
+from paceline.runtime.api import ModelStatus
+from paceline.server.app import ServedModel, ServerConfig
 from tests.server.conftest import Server, in_process, in_thread, until, wait_for
 
 BODY = {"prompt": "hello", "max_tokens": 200, "n": 3}
@@ -191,6 +192,18 @@ async def test_a_model_that_the_fleet_lost_is_404(tokenizer: Tokenizer) -> None:
         server.fleet.models.clear()
         answer = await server.client.post("/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_model_that_did_not_load_is_503(tokenizer: Tokenizer) -> None:
+    """Its context is not known, and that is no fault of the request."""
+    async with in_process(tokenizer) as server:
+        api = server.app.state.api
+        api.models["tiny"] = ServedModel("tiny", tokenizer, 0)
+        server.fleet.status = lambda: [ModelStatus("tiny", "failed", "no weights")]  # type: ignore[method-assign]
+        server.fleet.draining = True
+        assert (await server.client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+        card = (await server.client.get("/v1/models/tiny")).json()
+        assert (card["state"], card["reason"], card["max_model_len"]) == ("failed", "no weights", None)
 
 
 async def test_health_follows_the_fleet(tokenizer: Tokenizer) -> None:

@@ -263,6 +263,27 @@ def test_an_unfinished_character_waits_and_is_replaced_at_the_end() -> None:
     assert text == "�" and [entry.offset for entry in generation.choices[0].kept] == [0, 0]  # type: ignore[attr-defined]
 
 
+def test_a_stop_string_does_not_count_before_min_tokens() -> None:
+    tokens = TOKENIZER.encode("hello hello", False)
+    fleet = FakeFleet({"tiny": 100}, 300)
+    job = Job("tiny", TOKENIZER, [Prompt([5])], 1, SamplingParams(min_tokens=1, max_tokens=9), TextOptions(("hello",)))
+    choice = Generation(fleet, job, Metrics()).choices[0]
+    assert choice.push(SliceOutput(tokens), None)
+    piece = choice.take()
+    assert (piece.text, piece.finish_reason) == ("hello ", "stop")
+
+
+async def test_a_fault_in_the_sink_ends_its_request_alone(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with in_process(tokenizer) as server:
+        server.fleet.script = ["no token"]  # type: ignore[list-item]
+        answer = await server.client.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 500 and "could not be taken" in caplog.text
+        server.fleet.script = None
+        assert (await server.client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
 async def test_completion_logprobs(tokenizer: Tokenizer) -> None:
     async with in_process(tokenizer) as server:
         body = {"prompt": "hello name", "max_tokens": 3, "logprobs": 2, "echo": True, "seed": 3}

@@ -1,0 +1,109 @@
+"""config.json in both of its styles, the families' defaults, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.engine.config import ModelConfig, ModelError
+
+LLAMA = dict(
+    architectures=["LlamaForCausalLM"], vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=4, max_position_embeddings=256, rms_norm_eps=1e-5, eos_token_id=2,
+)  # fmt: skip
+
+
+def load(path: Path, generation: dict | None = None, **changes: object) -> ModelConfig:
+    (path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    return ModelConfig.load(path)
+
+
+def test_defaults_of_llama(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert (config.kv_heads, config.head_dim, config.tied, config.qkv_bias) == (4, 8, False, False)
+    assert config.windows == (None, None) and config.eos_ids == (2,) and config.rope.theta == 10000.0
+
+
+def test_old_and_new_rope_keys_mean_the_same(tmp_path: Path) -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = load(tmp_path, rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    older = load(tmp_path, rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
+    new = load(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
+    assert old == older == new
+    assert new.rope.theta == 5e5 and new.rope.factor == 8.0 and new.rope.original_context == 64
+
+
+def test_yarn_without_factor_takes_the_ratio_of_contexts(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    assert load(tmp_path, rope_parameters=rope).rope.factor == 4.0
+
+
+def test_generation_config_names_the_end_of_sequence(tmp_path: Path) -> None:
+    assert load(tmp_path, {"eos_token_id": [7, 9]}).eos_ids == (7, 9)
+    assert load(tmp_path, {}).eos_ids == (2,)
+    assert load(tmp_path, {}, eos_token_id=None).eos_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        (dict(architectures=["MistralForCausalLM"], num_key_value_heads=2), (4096, 4096)),  # the class's default
+        (dict(architectures=["MistralForCausalLM"], num_key_value_heads=2, sliding_window=None), (None, None)),
+        (dict(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, sliding_window=8), (None, None)),
+        (
+            dict(architectures=["Qwen2ForCausalLM"], num_key_value_heads=2, sliding_window=8, use_sliding_window=True,
+                 max_window_layers=1),
+            (None, 8),
+        ),
+        (
+            dict(architectures=["Qwen3ForCausalLM"], num_key_value_heads=2, sliding_window=8, use_sliding_window=True,
+                 layer_types=["sliding_attention", "full_attention"]),
+            (8, None),
+        ),
+    ],
+)  # fmt: skip
+def test_windows(changes: dict, windows: tuple, tmp_path: Path) -> None:
+    assert load(tmp_path, **changes).windows == windows
+
+
+def test_qwen3_defaults(tmp_path: Path) -> None:
+    config = load(tmp_path, architectures=["Qwen3ForCausalLM"], num_key_value_heads=2)
+    assert config.qk_norm and config.head_dim == 128
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(architectures=["GPT2LMHeadModel"]),
+         "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+        (dict(architectures=None, model_type="bert"), r"none \(model_type bert\) is not supported"),
+        (dict(hidden_act="gelu"), "hidden_act must be silu"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (dict(rope_scaling={"type": "dynamic", "factor": 2}), "rope_type 'dynamic' is not supported; supported are"),
+        (dict(rope_scaling={"type": "linear"}), "rope_type linear needs factor"),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (dict(num_hidden_layers="two"), "num_hidden_layers must be a whole number"),
+        (dict(hidden_size=None), "hidden_size is missing"),
+        (dict(num_key_value_heads=3), "not a multiple of num_key_value_heads 3"),
+        (dict(tie_word_embeddings="yes"), "tie_word_embeddings must be true or false"),
+        (dict(eos_token_id="</s>"), "eos_token_id must be a token id"),
+        (dict(rms_norm_eps=0), "rms_norm_eps must be a positive number"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_file_and_the_key(changes: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message) as error:
+        load(tmp_path, **changes)
+    assert "config.json" in str(error.value)
+
+
+def test_no_config_and_no_json(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config.json: no such file"):
+        ModelConfig.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="not readable as JSON"):
+        ModelConfig.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="must hold a JSON object"):
+        ModelConfig.load(tmp_path)
