@@ -14,7 +14,6 @@ from paceline.core.events import Cancel, Complete, Event, Input, Reset, Submit
 from paceline.core.request import Request, Sequence
 
 
-
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
     """A group as the controller sees it: what it serves, and its limits."""

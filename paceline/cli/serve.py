@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -68,7 +69,9 @@ def serve(
     }
     fleet = FleetConfig(token_budget, max_batch, max_waiting, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
-    sys.exit(asyncio.run(run(models, limits, fleet, server, host, port)))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        code = runner.run(run(models, limits, fleet, server, host, port))
+    sys.exit(code)
 
 
 def find_models(sources: list[str], names: list[str]) -> list[Model]:
@@ -104,6 +107,7 @@ async def run(
 ) -> int:
     """Starts the fleet, serves until told to stop, drains. Returns the exit code."""
     begin = time.monotonic()
+    console.print(f"loading {', '.join(m.name for m in models)} (kernels are compiled once, at the first start)")
     with LoadingProgress() as progress:
         workers = [
             WorkerConfig(m.name, WorkerOptions(str(m.path), **limits).command, m.tokenizer.eos_ids) for m in models

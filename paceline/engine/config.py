@@ -1,7 +1,7 @@
 """What a checkpoint directory says of itself: config.json and generation_config.json as one frozen value.
 
 Keys and their defaults are those of Hugging Face's classes, in both styles: `rope_scaling` beside
-`rope_theta` (old) and `rope_parameters` (transformers 5). Nothing is ever run from the directory: `auto_map` is ignored.
+`rope_theta` (old) and `rope_parameters` (transformers 5). Nothing from the directory is ever run (`auto_map`).
 """
 
 import json
@@ -216,7 +216,7 @@ def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Architecture]:
 
 def _refuse_unsupported(raw: dict[str, Any], keys: _Keys, where: str) -> None:
     if raw.get("quantization_config"):
-        raise ModelError(f"{where}: quantization_config: quantized checkpoints are not supported, only bf16, fp16, fp32")
+        raise ModelError(f"{where}: quantization_config: quantized checkpoints are not supported")
     if keys.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ModelError(f"{where}: hidden_act must be silu, not {raw['hidden_act']!r}")
 

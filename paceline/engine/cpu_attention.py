@@ -54,7 +54,7 @@ def _exp(x: float) -> float:
 
 @njit(types.void(*BLOCK), nogil=True, fastmath=FAST, cache=True)
 def _score(query, keys, scores, at, begin, end, column, width, group, dims):  # noqa: ANN001, ANN202
-    """Products of query [group * dims] with rows [begin, end) of the block at `at`, to scores[g * width + column + row].
+    """Products of query [group, dims] with rows [begin, end) of the block at `at`, as scores[g * width + column + row].
 
     Four rows at a time, so that a query is loaded once for them.
     """

@@ -56,16 +56,22 @@ class StepRecord:
     time: float  # when it was complete
     tokens: int
     sequences: int
-    waiting: int
-    running: int
-    blocks_used: int
-    blocks_total: int
     cached_tokens: int  # prompt tokens found in the prefix cache since the last record
     forward_s: float
     sample_s: float
     schedule_s: float  # controller: results applied and next batch composed
     messages_s: float  # encode, decode, socket, worker loop
     output_s: float  # sinks: detokenise, stop strings, server-sent events
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLoad:
+    """What a group has to do now: sequences, and KV blocks that they hold."""
+
+    waiting: int
+    running: int
+    blocks_used: int
+    blocks_total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +118,10 @@ class Fleet(Protocol):
         ...
 
     def status(self) -> list[ModelStatus]: ...
+
+    def load(self) -> list[GroupLoad]:
+        """By group, read at this moment."""
+        ...
 
     @property
     def healthy(self) -> bool:

@@ -17,7 +17,7 @@ from paceline.core import record
 from paceline.core.batch import Batch
 from paceline.core.events import Cancel, Event, Input, Submit
 from paceline.core.request import NO_SLO, SLO, Request, SamplingParams
-from paceline.runtime.api import ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
+from paceline.runtime.api import GroupLoad, ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
 from paceline.runtime.driver import Driver
 from paceline.runtime.group import WorkerConfig, WorkerGroup
 from paceline.runtime.sequence import BlockHasher, RunningSequence
@@ -167,6 +167,18 @@ class LocalFleet:
 
     def status(self) -> list[ModelStatus]:
         return [ModelStatus(g.config.name, g.state, g.reason, g.info) for g in self.groups]
+
+    def load(self) -> list[GroupLoad]:
+        groups = self.driver.controller.groups if self.driver else []
+        return [
+            GroupLoad(
+                len(g.scheduler.waiting),
+                len(g.scheduler.running),
+                g.scheduler.blocks.num_blocks - g.scheduler.blocks.num_free,
+                g.scheduler.blocks.num_blocks,
+            )
+            for g in groups
+        ]
 
     @property
     def healthy(self) -> bool:

@@ -233,17 +233,12 @@ class WorkerGroup:
     def _report(self, flight: Flight, received: float) -> None:
         assert self.driver is not None
         scheduler = self.driver.controller.groups[self.index].scheduler
-        blocks = scheduler.blocks
         self._on_step(
             StepRecord(
                 group=self.index,
                 time=time.monotonic(),
                 tokens=flight.batch.num_tokens,
                 sequences=len(flight.batch.slices),
-                waiting=len(scheduler.waiting),
-                running=len(scheduler.running),
-                blocks_used=blocks.num_blocks - blocks.num_free,
-                blocks_total=blocks.num_blocks,
                 cached_tokens=scheduler.cached_tokens - self._cached_tokens,
                 forward_s=flight.forward_s,
                 sample_s=flight.sample_s,

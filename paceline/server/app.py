@@ -200,7 +200,7 @@ class Api:
 
     async def prometheus(self) -> Response:
         """Metrics in Prometheus' text format."""
-        text = exposition(self.metrics, self.config.metrics_compat == "vllm")
+        text = exposition(self.metrics, self.fleet.load(), self.config.metrics_compat == "vllm")
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 

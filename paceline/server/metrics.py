@@ -15,7 +15,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from paceline.core.events import Event
-from paceline.runtime.api import StepRecord
+from paceline.runtime.api import GroupLoad, StepRecord
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
@@ -77,7 +77,6 @@ class Metrics:
 
     def __init__(self) -> None:
         self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
-        self.groups: dict[int, StepRecord] = {}  # the last step of each
         self.parts: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(PARTS))
         self.steps: dict[int, int] = defaultdict(int)
         self.cached: dict[int, int] = defaultdict(int)
@@ -119,7 +118,6 @@ class Metrics:
 
     def on_step(self, record: StepRecord) -> None:
         group = record.group
-        self.groups[group] = record
         self.steps[group] += 1
         self.cached[group] += record.cached_tokens
         parts = self.parts[group]
@@ -128,11 +126,6 @@ class Metrics:
         parts[2] += record.schedule_s
         parts[3] += record.messages_s
         parts[4] += record.output_s
-
-    @property
-    def busy(self) -> bool:
-        """Some sequence is waiting or running."""
-        return bool(self._open)
 
     # From the routes
 
@@ -155,8 +148,9 @@ class Metrics:
 class _Samples(Collector):
     """Turns the numbers into samples, under our names and, if asked for, under vLLM's."""
 
-    def __init__(self, metrics: Metrics, vllm: bool) -> None:
+    def __init__(self, metrics: Metrics, load: Seq[GroupLoad], vllm: bool) -> None:
         self._metrics = metrics
+        self._load = load
         self._vllm = vllm
 
     def collect(self) -> Iterator[Metric]:
@@ -180,24 +174,19 @@ class _Samples(Collector):
         yield _family(CounterMetricFamily, "paceline_steps", "Steps.", names, m.steps)
         hits = "paceline_prefix_cache_hit_tokens"
         yield _family(CounterMetricFamily, hits, "Prompt tokens not computed.", names, m.cached)
-        yield _family(GaugeMetricFamily, "paceline_running", "Sequences running.", names, self._now("running"))
-        yield _family(GaugeMetricFamily, "paceline_waiting", "Sequences waiting.", names, self._now("waiting"))
-        yield _family(GaugeMetricFamily, "paceline_kv_usage", "Share of KV blocks in use.", names, self._usage())
+        for name, text, get in (
+            ("paceline_running", "Sequences running.", lambda load: load.running),
+            ("paceline_waiting", "Sequences waiting.", lambda load: load.waiting),
+            ("paceline_kv_blocks_used", "KV blocks that sequences hold.", lambda load: load.blocks_used),
+            ("paceline_kv_usage", "Share of KV blocks in use.", usage),
+        ):
+            values = {group: get(load) for group, load in enumerate(self._load)}
+            yield _family(GaugeMetricFamily, name, text, names, values)
         seconds = CounterMetricFamily("paceline_step_seconds", "Seconds of steps by part.", labels=["group", "part"])
         for group, parts in m.parts.items():
             for part, value in zip(PARTS, parts, strict=True):
                 seconds.add_metric([str(group), part], value)
         yield seconds
-
-    def _now(self, name: str) -> dict[int, float]:
-        """A count of the last step; zero when nothing is on its way, since no step tells of that."""
-        return {g: getattr(record, name) if self._metrics.busy else 0 for g, record in self._metrics.groups.items()}
-
-    def _usage(self) -> dict[int, float]:
-        return {
-            group: record.blocks_used / max(1, record.blocks_total) if self._metrics.busy else 0.0
-            for group, record in self._metrics.groups.items()
-        }
 
     def _named(self) -> dict[str, ModelMetrics]:
         """Metrics by model; sequences that no route told of, if any, under the empty name."""
@@ -226,10 +215,10 @@ class _Samples(Collector):
     def _vllm_gauges(self) -> Iterator[Metric]:
         """Groups are summed up: vLLM counts per engine, and has one."""
         m = self._metrics
-        yield GaugeMetricFamily("vllm:num_requests_running", "Running.", value=sum(self._now("running").values()))
-        yield GaugeMetricFamily("vllm:num_requests_waiting", "Waiting.", value=sum(self._now("waiting").values()))
-        usage = max(self._usage().values(), default=0.0)
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "1 is full.", value=usage)
+        yield GaugeMetricFamily("vllm:num_requests_running", "Running.", value=sum(load.running for load in self._load))
+        yield GaugeMetricFamily("vllm:num_requests_waiting", "Waiting.", value=sum(load.waiting for load in self._load))
+        fullest = max(map(usage, self._load), default=0.0)
+        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "1 is full.", value=fullest)
         queries = sum(model.prompt_tokens for model in m.models.values())
         yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens looked up.", value=queries)
         yield CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens found.", value=sum(m.cached.values()))
@@ -257,8 +246,12 @@ def _histograms(name: str, text: str, label: str, values: Mapping[str, Histogram
     return family
 
 
-def exposition(metrics: Metrics, vllm: bool) -> bytes:
-    """All metrics in Prometheus' text format."""
+def usage(load: GroupLoad) -> float:
+    return load.blocks_used / load.blocks_total
+
+
+def exposition(metrics: Metrics, load: Seq[GroupLoad], vllm: bool) -> bytes:
+    """All metrics in Prometheus' text format; `load` by group."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Samples(metrics, vllm))
+    registry.register(_Samples(metrics, load, vllm))
     return generate_latest(registry)

@@ -11,8 +11,6 @@ from paceline.core.record import Turn
 from paceline.core.request import Request
 
 
-
-
 def simulate(
     controller: Controller,
     arrivals: Iterable[Request],

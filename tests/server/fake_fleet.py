@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from paceline.core.events import Event
 from paceline.core.request import NO_SLO, SLO, SamplingParams
 from paceline.core.work import EngineInfo, SliceOutput, TokenLogprobs
-from paceline.runtime.api import ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
+from paceline.runtime.api import GroupLoad, ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
 
 
 @dataclass(slots=True)
@@ -56,6 +56,9 @@ class FakeFleet:
 
     def status(self) -> list[ModelStatus]:
         return [ModelStatus(m, "ready", "", EngineInfo(100, 16, 0, 0, 0, c)) for m, c in self.models.items()]
+
+    def load(self) -> list[GroupLoad]:
+        return [GroupLoad(0, len(self.running), len(self.running), 100)]
 
     def submit(
         self,
@@ -158,6 +161,6 @@ class FakeFleet:
 
     def _record(self) -> None:
         now, width = asyncio.get_running_loop().time(), len(self.running)
-        record = StepRecord(0, now, width, width, 0, width, width, 100, 3, 0.01, 0.001, 0.0002, 0.0003, 0.0004)
+        record = StepRecord(0, now, width, width, 3, 0.01, 0.001, 0.0002, 0.0003, 0.0004)
         for observer in self.observers:
             observer.on_step(record)

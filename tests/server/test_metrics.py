@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.events import Event
 from paceline.engine.tokenizer import Tokenizer
-from paceline.runtime.api import StepRecord
+from paceline.runtime.api import GroupLoad, StepRecord
 from paceline.server.app import ServerConfig
 from paceline.server.metrics import Metrics, exposition
 from tests.server.conftest import in_process
@@ -22,17 +22,20 @@ def samples(text: str) -> dict[str, float]:
     }
 
 
+LOAD = [GroupLoad(waiting=4, running=3, blocks_used=80, blocks_total=160)]
+
+
 def observed() -> Metrics:
     metrics = Metrics()
     metrics.on_events([Event("accepted", 1.0, 0, "a"), Event("accepted", 1.0, 0, "b")])
     metrics.admitted("a", "tiny", 10)
     metrics.admitted("b", "tiny", 20)
     metrics.on_events([Event("started", 1.1, 0, "0", 2), Event("tokens", 1.3, 0, "a", 1)])
-    metrics.on_step(StepRecord(0, 1.3, 30, 2, 5, 2, 40, 160, 8, 0.2, 0.01, 0.001, 0.002, 0.003))
+    metrics.on_step(StepRecord(0, 1.3, 30, 2, 8, 0.2, 0.01, 0.001, 0.002, 0.003))
     metrics.on_events(
         [Event("preempted", 1.35, 0, "b"), Event("tokens", 1.5, 0, "a", 2), Event("tokens", 1.5, 0, "b", 1)]
     )
-    metrics.on_step(StepRecord(0, 1.5, 2, 2, 4, 3, 80, 160, 0, 0.1, 0.01, 0.001, 0.002, 0.003))
+    metrics.on_step(StepRecord(0, 1.5, 2, 2, 0, 0.1, 0.01, 0.001, 0.002, 0.003))
     metrics.on_events([Event("finished", 1.5, 0, "a", 3, "length"), Event("rejected", 1.6, 0, "c")])
     metrics.ended("tiny", "length")
     return metrics
@@ -40,7 +43,7 @@ def observed() -> Metrics:
 
 @pytest.mark.parametrize("vllm", [False, True])
 def test_what_is_counted(vllm: bool) -> None:
-    found = samples(exposition(observed(), vllm).decode())
+    found = samples(exposition(observed(), LOAD, vllm).decode())
     tiny = "{model=tiny}"
     assert found[f"paceline_prompt_tokens_total{tiny}"] == 30
     assert found[f"paceline_generation_tokens_total{tiny}"] == 4
@@ -53,7 +56,7 @@ def test_what_is_counted(vllm: bool) -> None:
     assert found["paceline_inter_token_seconds_bucket{le=0.1}{model=tiny}"] == 2
     assert found[f"paceline_e2e_request_latency_seconds_sum{tiny}"] == pytest.approx(0.5)
     assert found["paceline_running{group=0}"] == 3 and found["paceline_waiting{group=0}"] == 4
-    assert found["paceline_kv_usage{group=0}"] == 0.5
+    assert found["paceline_kv_usage{group=0}"] == 0.5 and found["paceline_kv_blocks_used{group=0}"] == 80
     assert found["paceline_prefix_cache_hit_tokens_total{group=0}"] == 8
     assert found["paceline_steps_total{group=0}"] == 2
     assert found["paceline_rejected_total"] == 1
@@ -64,7 +67,7 @@ def test_what_is_counted(vllm: bool) -> None:
 
 
 def test_the_same_under_vllms_names() -> None:
-    found = samples(exposition(observed(), True).decode())
+    found = samples(exposition(observed(), LOAD, True).decode())
     tiny = "{model_name=tiny}"
     assert found["vllm:num_requests_running"] == 3 and found["vllm:num_requests_waiting"] == 4
     assert found["vllm:kv_cache_usage_perc"] == 0.5
@@ -79,20 +82,6 @@ def test_the_same_under_vllms_names() -> None:
         "e2e_request_latency_seconds",
     ):
         assert found[f"vllm:{name}_count{tiny}"] > 0
-
-
-def test_nothing_runs_when_nothing_is_on_its_way() -> None:
-    """No step tells of the end: the last record is stale then."""
-    metrics = observed()
-    metrics.on_events([Event("cancelled", 1.7, 0, "b")])
-    assert not metrics.busy
-    found = samples(exposition(metrics, True).decode())
-    assert (
-        found["paceline_running{group=0}"]
-        == found["vllm:num_requests_waiting"]
-        == found["paceline_kv_usage{group=0}"]
-        == 0
-    )
 
 
 async def test_metrics_of_a_running_server(tokenizer: Tokenizer) -> None:
@@ -111,4 +100,4 @@ async def test_metrics_of_a_running_server(tokenizer: Tokenizer) -> None:
         assert found["paceline_request_success_total{finished_reason=stop}{model=tiny}"] == 1
         assert found["paceline_prompt_tokens_total{model=tiny}"] == 6 + len(tokenizer.encode("x", True))
         assert found["vllm:time_to_first_token_seconds_count{model_name=tiny}"] == 3
-        assert not server.app.state.api.metrics.busy
+        assert found["paceline_running{group=0}"] == 0

@@ -77,7 +77,7 @@ def test_a_thousand_random_disconnects_leak_no_block(server):
         await asyncio.gather(*(one() for _ in range(1000)))
 
     asyncio.run(storm())
-    until(lambda: server.metric("paceline_requests_running") + server.metric("paceline_requests_waiting") == 0, 30)
+    until(lambda: server.metric("paceline_running") + server.metric("paceline_waiting") == 0, 30)
     assert server.metric("paceline_kv_blocks_used") == 0
     assert server.get("/ready")[0] == 200
 

@@ -96,9 +96,9 @@ def test_a_cancelled_stream_frees_its_blocks(server, client):
     request = {"model": "coder", "prompt": PROMPT, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(stream=True, **request)
     next(iter(stream))
-    assert server.metric("paceline_requests_running") >= 1
+    assert server.metric("paceline_running") >= 1
     stream.close()
-    until(lambda: server.metric("paceline_requests_running") == 0)
+    until(lambda: server.metric("paceline_running") == 0)
 
 
 def test_mistakes_are_400_and_unknown_models_404(client):
