@@ -75,7 +75,13 @@ class LocalFleet:
         """Starts the workers and returns when each is ready or has failed."""
         await asyncio.gather(*(group.start() for group in self.groups))
         await asyncio.gather(*(group.settled.wait() for group in self.groups))
-        controller = Controller(self._group_config(group) for group in self.groups)
+        configs = [self._group_config(group) for group in self.groups]
+        for group, config in zip(self.groups, configs, strict=True):
+            if group.info:  # what a sequence can have when it is alone
+                usable = config.scheduler.num_blocks - config.scheduler.watermark_blocks
+                context = min(group.info.context, usable * group.info.block_size)
+                group.info = replace(group.info, context=context)
+        controller = Controller(configs)
         self.driver = Driver(controller, self._execute, self._notice, time.monotonic, self._recorder())
         for group in self.groups:
             group.driver = self.driver

@@ -175,7 +175,7 @@ class WorkerGroup:
             case Loading(done, total):
                 self._on_progress(self.config.name, done, total)
             case Ready(info):
-                self.info, self.state = info, "ready"
+                self.info, self.state = self.info or info, "ready"
                 self.settled.set()
                 held, self._held = self._held, []
                 for batch in held:

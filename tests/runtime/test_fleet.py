@@ -248,6 +248,17 @@ async def test_what_can_never_fit_is_refused():
         check_empty(running)
 
 
+async def test_a_sequence_may_fill_the_whole_context():
+    config = FleetConfig(token_budget=64, watermark=0.3)
+    async with fleet(config, num_blocks=8, block_size=4) as running:
+        context = running.status()[0].info.context
+        assert context == 24, "6 of 8 blocks: two are kept free at admission"
+        sink = Collector()
+        running.submit("toy", [1] * 4, SamplingParams(max_tokens=context - 4), sink)
+        await sink.done.wait()
+        assert len(sink.tokens) == context - 4
+
+
 async def test_drain_refuses_new_work_and_finishes_the_old():
     async with fleet(delay=0.005) as running:
         sink = Collector()
