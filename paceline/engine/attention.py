@@ -17,7 +17,7 @@ from paceline.engine.kv_cache import KVCache, block_rows, token_rows
 
 try:
     from paceline.engine import cpu_attention
-except ImportError:  # Numba or its OpenMP layer does not support every platform: keys and values are gathered there
+except (ImportError, ValueError):  # no Numba or no OpenMP layer for it: keys and values are gathered instead
     cpu_attention = None
 
 SHORT = 8  # slices of up to this many tokens are treated as rows

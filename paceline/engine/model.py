@@ -5,7 +5,7 @@ read once a step (SARATHI, section 3), and attention is per slice. Weights are c
 a device; it was run and measured on CPU only.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -76,9 +76,10 @@ class Decoder:
             x = F.pad(x, (0, 0, 0, pad))
         turns = rotations(self.inv_freq, self.rope_factor, plan.positions)
         for index, layer in enumerate(self.layers):
-            x += self._attention(index, layer, F.rms_norm(x, x.shape[1:], layer.input_norm, self.config.norm_eps),
-                                 turns, plan, cache)  # fmt: skip
-            x += self._mlp(layer, F.rms_norm(x, x.shape[1:], layer.post_norm, self.config.norm_eps))
+            normed = F.rms_norm(x, x.shape[1:], layer.input_norm, self.config.norm_eps)
+            x += self._attention(index, layer, normed, turns, plan, cache)
+            normed = F.rms_norm(x, x.shape[1:], layer.post_norm, self.config.norm_eps)
+            x += self._mlp(layer, normed)
             tick()
         return x[:count]
 
@@ -94,8 +95,7 @@ class Decoder:
     ) -> Tensor:
         config, count = self.config, turns.shape[0]
         heads = layer.qkv(x).unflatten(1, (-1, config.head_dim))  # [padded tokens, heads + 2 kv_heads, head_dim]
-        q_k_v = heads[:count].split((config.heads, config.kv_heads, config.kv_heads), dim=1)
-        queries, keys, values = q_k_v
+        queries, keys, values = heads[:count].split((config.heads, config.kv_heads, config.kv_heads), dim=1)
         if layer.q_norm is not None:
             queries = F.rms_norm(queries, (config.head_dim,), layer.q_norm, config.norm_eps)
             keys = F.rms_norm(keys, (config.head_dim,), layer.k_norm, config.norm_eps)
@@ -126,14 +126,12 @@ class _Loader:
         self.progress(self.done, self.checkpoint.total_bytes)
         return interleave(value, pairs) if pairs else value
 
-    def fused(self, parts: Iterable[tuple[str, int, int]], columns: int, bias: bool) -> Linear:
+    def fused(self, parts: list[tuple[str, int, int]], columns: int, bias: bool) -> Linear:
         """One linear layer from several of the checkpoint: (name, rows, heads to interleave or 0) each."""
-        names = list(parts)
-        # A generator per kind: a part is freed as soon as it is copied into the whole.
-        whole = torch.empty(sum(rows for _, rows, _ in names), columns)
+        whole = torch.empty(sum(rows for _, rows, _ in parts), columns)
         biases = torch.empty(whole.shape[0]) if bias else None
         begin = 0
-        for name, rows, pairs in names:
+        for name, rows, pairs in parts:
             whole[begin : begin + rows] = self.read(f"{name}.weight", rows, columns, pairs=pairs)
             if biases is not None:
                 biases[begin : begin + rows] = self.read(f"{name}.bias", rows, pairs=pairs)
