@@ -16,26 +16,13 @@ import urllib.request
 
 from benchmarks import workload
 from benchmarks.checkpoints import checkpoint
-
-CLIENTS, PROMPT, OUTPUT, ROUNDS = 32, 64, 64, 3
-PORT = 8765
-OFFLINE = """
-import sys, time, json
-from benchmarks import workload
 from paceline.batching.scheduler import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline
-path, clients, prompt, output = sys.argv[1], *map(int, sys.argv[2:])
-runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=256, num_blocks=1024)
-config = GroupConfig(scheduler=SchedulerConfig(max_batch=256, num_blocks=1024))
-prompts = [p[:prompt] for p in workload.prompts(runner.decoder.config.vocab_size)][:clients]
-print("ready", flush=True)
-for line in sys.stdin:
-    begin = time.perf_counter()
-    Offline(runner, config).generate(prompts, [workload.greedy(output)] * clients)
-    print(time.perf_counter() - begin, flush=True)
-"""
+
+CLIENTS, PROMPT, OUTPUT, ROUNDS = 32, 64, 64, 3
+PORT, BLOCKS = 8765, 1024
 
 
 async def client(path: str, prompt: list[int], model: str) -> int:
@@ -85,16 +72,15 @@ def wait_ready(server: subprocess.Popen) -> None:
 
 def run(model: str) -> dict:
     path = str(checkpoint(model))
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
     offline = subprocess.Popen(
-        [sys.executable, "-c", OFFLINE, path, str(CLIENTS), str(PROMPT), str(OUTPUT)],
+        [sys.executable, "-m", "benchmarks.http_streams", path],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=environment | {"OMP_WAIT_POLICY": "passive"},
+        env=os.environ | {"OMP_WAIT_POLICY": "passive"},
     )
-    command = ["-m", "paceline.cli.main", "serve", path, "--port", str(PORT), "--num-blocks", "1024"]
-    server = subprocess.Popen([sys.executable, *command], env=environment)
+    command = ["-m", "paceline.cli.main", "serve", path, "--port", str(PORT), "--num-blocks", str(BLOCKS)]
+    server = subprocess.Popen([sys.executable, *command])
     try:
         assert offline.stdout.readline().strip() == "ready"
         wait_ready(server)
@@ -134,3 +120,19 @@ def measure(offline: subprocess.Popen, model: str) -> dict:
         "microseconds_outside_the_model": sum(value for part, value in per_step.items() if part != "forward"),
         "goal_microseconds": 1000 + 20 * CLIENTS,
     }
+
+
+def offline_engine(path: str) -> None:
+    """Runs the clients' requests without a server, once for every line on standard input; prints seconds."""
+    runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=256, num_blocks=BLOCKS)
+    config = GroupConfig(scheduler=SchedulerConfig(max_batch=256, num_blocks=BLOCKS))
+    prompts = [p[:PROMPT] for p in workload.prompts(runner.decoder.config.vocab_size)][:CLIENTS]
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        begin = time.perf_counter()
+        Offline(runner, config).generate(prompts, [workload.greedy(OUTPUT)] * CLIENTS)
+        print(time.perf_counter() - begin, flush=True)
+
+
+if __name__ == "__main__":
+    offline_engine(sys.argv[1])

@@ -53,8 +53,8 @@ class Controller:
                     events += self.complete(group, batch_id, result, now)
                 case Reset(group):
                     events += self.reset(group, now)
-                case Submit(request):
-                    events += self.submit(request, now)
+                case Submit(request, admitted):
+                    events += self.submit(request, now, admitted)
                 case Cancel(request_id):
                     events += self.cancel(request_id, now)
         batches = []
@@ -66,18 +66,21 @@ class Controller:
                 events.append(Event("started", now, index, str(batch.id), batch.num_tokens, slices))
         return events, batches
 
-    def submit(self, request: Request, now: float) -> list[Event]:
-        """Queues a request at the group of its model, or rejects it: unknown, too long for the group, queue full."""
+    def submit(self, request: Request, now: float, admitted: bool = False) -> list[Event]:
+        """Queues a request at the group of its model, or rejects it: unknown, too long for the group, queue full.
+
+        `admitted`: it belongs to one that was accepted, and a full queue does not refuse it.
+        """
         index = next((i for i, g in enumerate(self.groups) if request.model in g.config.models), None)
         if index is None:
             return [Event("rejected", now, -1, request.id, detail=f"model: no group serves {request.model!r}")]
         group, reason = self.groups[index], ""
-        scheduler = group.scheduler
+        scheduler, bound = group.scheduler, group.config.max_waiting
         if request.id in self.sequences:
             reason = "id: taken by another request"
         elif not scheduler.fits(request.prompt_tokens, request.max_tokens):
             reason = "length: the KV cache cannot hold the request even alone"
-        elif group.config.max_waiting is not None and len(scheduler.waiting) >= group.config.max_waiting:
+        elif bound is not None and len(scheduler.waiting) >= bound and not admitted:
             reason = "queue: full"
         if reason:
             return [Event("rejected", now, index, request.id, detail=reason)]
@@ -113,8 +116,10 @@ class Controller:
         for item, got in zip(batch.slices, result.slices, strict=True):
             sequence = item.sequence
             sequence.in_flight = False
-            if sequence.cancelled:
+            if sequence.cancelled or got.failed:
                 self._remove(sequence)
+                if got.failed:
+                    events.append(Event("failed", now, group, sequence.id))
                 continue
             state.scheduler.advance(sequence, item.end, got.tokens, got.hashes)
             if got.tokens:

@@ -31,7 +31,9 @@ def chat(
     console = Console(stderr=True)
     if not message:
         console.print(f"[dim]{model} at {url}; Ctrl-D ends[/dim]")
-    while line := message or _ask():
+    while (line := message or _ask()) is not None:
+        if not line:
+            continue
         history.append({"role": "user", "content": line})
         answer = []
         request = {"model": model, "messages": history, "max_tokens": max_tokens, "temperature": temperature}
@@ -45,11 +47,11 @@ def chat(
             return
 
 
-def _ask() -> str:
+def _ask() -> str | None:
     try:
         return input("> ")
     except EOFError:
-        return ""
+        return None
 
 
 class Client:
@@ -71,8 +73,7 @@ class Client:
 
     def stream(self, request: dict[str, object]) -> Iterator[str]:
         """Text of the answer, piece by piece."""
-        response = self._send("POST", "/v1/chat/completions", request | {"stream": True})
-        for line in response:
+        for line in self._lines(self._send("POST", "/v1/chat/completions", request | {"stream": True})):
             data = line.decode().removeprefix("data: ").strip()
             if not data or data == "[DONE]":
                 continue
@@ -81,6 +82,12 @@ class Client:
                 raise ValueError(chunk["error"]["message"])
             for choice in chunk["choices"]:
                 yield choice["delta"].get("content") or ""
+
+    def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
+        try:
+            yield from response
+        except (OSError, http.client.HTTPException) as error:
+            raise ValueError(f"the server at {self._url} went away in the middle of an answer") from error
 
     def _send(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
         connection = self._connect()

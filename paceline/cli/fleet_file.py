@@ -28,6 +28,8 @@ def load(path: Path) -> FleetFile:
     """Reads a fleet file. Raises ValueError with one line that names the key and the valid values."""
     try:
         data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     try:

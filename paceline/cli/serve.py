@@ -20,6 +20,7 @@ from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.fleet import FleetConfig, LocalFleet
 from paceline.runtime.group import WorkerConfig
 from paceline.server.app import ServedModel, ServerConfig, create_app
+from paceline.server.serve import bind
 from paceline.server.serve import serve as serve_http
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -67,6 +68,8 @@ def serve(
         "num_blocks": num_blocks,
         "threads": threads,
     }
+    if record and not record.parent.is_dir():
+        raise ValueError(f"record: {record.parent} is not a directory")
     fleet = FleetConfig(token_budget, max_batch, max_waiting, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -98,7 +101,7 @@ def parse_bytes(text: str) -> int:
     unit = number[-1:].upper() if number[-1:].isalpha() else ""
     try:
         return int(float(number.removesuffix(number[-1:]) if unit else number) * UNITS[unit])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise ValueError(f"memory: {text!r} is not a size such as 6GiB or 512MiB") from None
 
 
@@ -107,33 +110,39 @@ async def run(
 ) -> int:
     """Starts the fleet, serves until told to stop, drains. Returns the exit code."""
     begin = time.monotonic()
-    console.print(f"loading {', '.join(m.name for m in models)} (kernels are compiled once, at the first start)")
-    with LoadingProgress() as progress:
-        workers = [
-            WorkerConfig(m.name, WorkerOptions(str(m.path), **limits).command, m.tokenizer.eos_ids) for m in models
-        ]
-        fleet = LocalFleet(workers, config, progress.update)
-        await fleet.start()
     try:
+        sock = bind(host, port)
+    except OSError as error:
+        raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
+    console.print(f"loading {', '.join(m.name for m in models)} (kernels are compiled once, at the first start)")
+    workers = [WorkerConfig(m.name, WorkerOptions(str(m.path), **limits).command, m.tokenizer.eos_ids) for m in models]
+    progress = LoadingProgress()
+    fleet = LocalFleet(workers, config, progress.update)
+    try:
+        with progress:
+            await fleet.start()
         failed = [group for group in fleet.groups if group.state == "failed"]
         for group in failed:
             console.print(f"[red]{group.config.name}: {group.reason}[/red]", highlight=False, soft_wrap=True)
         if len(failed) == len(models):
             return 2 if all(group.bad_input for group in failed) else 1
-        served = {}
-        for model, status in zip(models, fleet.status(), strict=True):
-            context = status.info.context if status.info else 0
-            served[model.name] = ServedModel(model.name, model.tokenizer, context, int(time.time()))
-        app = create_app(fleet, served, server)
+        app = create_app(fleet, served_models(models, fleet), server)
 
         def on_started(url: str) -> None:
             summary(fleet, config, url, time.monotonic() - begin)
 
-        return 0 if await serve_http(app, fleet, host, port, on_started=on_started) else 1
-    except OSError as error:
-        raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
+        return 0 if await serve_http(app, fleet, sock, on_started=on_started) else 1
     finally:
         await fleet.stop()
+
+
+def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedModel]:
+    """The models as clients see them; those that failed to load too, with a context of 0."""
+    served = {}
+    for model, status in zip(models, fleet.status(), strict=True):
+        context, vocabulary = (status.info.context, status.info.vocab_size) if status.info else (0, None)
+        served[model.name] = ServedModel(model.name, model.tokenizer, context, int(time.time()), vocabulary)
+    return served
 
 
 class LoadingProgress:

@@ -42,6 +42,7 @@ class SliceResult:
     tokens: int = 0  # tokens emitted
     finish: str | None = None  # "stop" or "length" when the sequence is done
     hashes: tuple[int, ...] = ()  # chained hashes of blocks that the emitted tokens filled
+    failed: bool = False  # nothing was computed: the sequence ends, and what its blocks hold is not to be shared
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """A request arrives."""
+    """A request arrives; `admitted`: with one that was accepted before, so that a full queue is no reason to refuse."""
 
     request: Request
+    admitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ Input = Complete | Reset | Submit | Cancel
 class Event:
     """Something that a controller decided or noted, at `time` seconds."""
 
-    kind: str  # accepted rejected started preempted tokens finished cancelled
+    kind: str  # accepted rejected started preempted tokens finished cancelled failed
     time: float
     group: int
     request: str = ""
-    tokens: int = 0  # emitted ("tokens"), batch width ("started"), needed blocks ("rejected")
+    tokens: int = 0  # emitted ("tokens", "finished"), batch width ("started")
     detail: tuple[tuple[str, int, int], ...] | str = ""  # slices as (request, start, length), or the reason

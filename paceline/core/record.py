@@ -27,11 +27,10 @@ def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
     match kind:
         case "Submit":
             request = fields["request"]
-            return Submit(Request(**request | {"slo": SLO(**request["slo"]), "prefix": tuple(request["prefix"])}))
+            request |= {"slo": SLO(**request["slo"]), "prefix": tuple(request["prefix"])}
+            return Submit(Request(**request), fields["admitted"])
         case "Complete":
-            slices = tuple(
-                SliceResult(s["tokens"], s["finish"], tuple(s["hashes"])) for s in fields["result"]["slices"]
-            )
+            slices = tuple(SliceResult(**s | {"hashes": tuple(s["hashes"])}) for s in fields["result"]["slices"])
             return Complete(fields["group"], fields["batch"], StepResult(slices))
         case "Cancel":
             return Cancel(fields["request"])

@@ -64,6 +64,7 @@ class EngineInfo:
     kv_bytes: int
     planned_bytes: int  # predicted peak of the whole process: weights, KV, activations, interpreter
     context: int
+    vocab_size: int
 
 
 class Engine(Protocol):

@@ -106,7 +106,7 @@ class ModelRunner:
         cache = KVCache(config, num_blocks, block_size, device)
         plan = MemoryPlan(baseline, config.weight_bytes, cache.nbytes, activations)
         fits = min(context, num_blocks * block_size)
-        info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits)
+        info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
         return ModelRunner(decoder, cache, info, device)
 
     @torch.inference_mode()
@@ -196,6 +196,7 @@ class ModelRunner:
                     some = targets[begin : begin + LOGIT_ROWS]
                     logits = self.decoder.logits(job.hidden[begin : begin + len(some)])
                     job.prompt_logprobs += sampler.prompt_logprobs(logits, some, sequence.prompt_top)
+                    self._tick()
             except Exception as error:
                 job.error = f"{type(error).__name__}: {error}"
 
@@ -208,6 +209,7 @@ class ModelRunner:
             logits = self.decoder.logits(torch.cat([job.hidden[-1:] for job in some]))
             seconds += perf_counter() - started
             self._sample(some, logits)
+            self._tick()
         return seconds
 
     def _sample(self, jobs: list[_Job], logits: Tensor) -> None:

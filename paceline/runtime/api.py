@@ -40,7 +40,7 @@ class Sink(Protocol):
 
     def push(self, output: SliceOutput, finish: str | None) -> bool:
         """Takes the tokens of one step; `finish` is "stop" (end-of-sequence or stop token id: the last token), "length"
-        or None. The answer True ends the sequence: its text ran into a stop string."""
+        or None. The answer True ends the sequence: its text ran into a stop string, or nobody wants it any more."""
         ...
 
     def fail(self, reason: str) -> None:
@@ -106,10 +106,12 @@ class Fleet(Protocol):
         *,
         namespace: str = "",
         slo: SLO = NO_SLO,
+        admitted: bool = False,
     ) -> str:
         """Queues one sequence and returns its id. Raises `Overloaded`, `Unavailable`, `TooLong` or KeyError (model).
 
         `namespace` separates prefix caches (one per API key). Prompt log-probabilities switch prefix hits off.
+        `admitted`: it belongs to a request that was accepted; neither a full queue nor a drain refuses it.
         """
         ...
 

@@ -72,7 +72,9 @@ class LocalFleet:
         await self.stop()
 
     async def start(self) -> None:
-        """Starts the workers and returns when each is ready or has failed."""
+        """Starts the workers and returns when each is ready or has failed. Raises OSError for `record`."""
+        recorder = self._recorder()
+        self._watcher = asyncio.create_task(self._watch())
         await asyncio.gather(*(group.start() for group in self.groups))
         await asyncio.gather(*(group.settled.wait() for group in self.groups))
         configs = [self._group_config(group) for group in self.groups]
@@ -82,10 +84,9 @@ class LocalFleet:
                 context = min(group.info.context, usable * group.info.block_size)
                 group.info = replace(group.info, context=context)
         controller = Controller(configs)
-        self.driver = Driver(controller, self._execute, self._notice, time.monotonic, self._recorder())
+        self.driver = Driver(controller, self._execute, self._notice, time.monotonic, recorder)
         for group in self.groups:
             group.driver = self.driver
-        self._watcher = asyncio.create_task(self._watch())
 
     async def drain(self) -> None:
         self.draining = True
@@ -111,6 +112,8 @@ class LocalFleet:
         )
         if group.info:
             limits = replace(limits, block_size=group.info.block_size, num_blocks=group.info.num_blocks)
+        else:  # it failed: there is nothing to schedule
+            limits = replace(limits, num_blocks=0)
         return GroupConfig((group.config.name,), limits, self.config.policy, max_waiting=self.config.max_waiting)
 
     async def _watch(self) -> None:
@@ -130,9 +133,10 @@ class LocalFleet:
         *,
         namespace: str = "",
         slo: SLO = NO_SLO,
+        admitted: bool = False,
     ) -> str:
         group = self._by_model[model]
-        if self.draining or self.driver is None:
+        if (self.draining and not admitted) or self.driver is None:
             raise Unavailable("the server is shutting down" if self.draining else "the server is starting")
         if group.state == "failed" or group.info is None:
             raise Unavailable(f"model {model!r} is not available: {group.reason}", retry_after=30)
@@ -146,7 +150,7 @@ class LocalFleet:
         seq = RunningSequence(f"{handle}", handle, tokens, params, sink, group.config.eos_ids, hasher)
         request = Request(seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, seq.prefix)
         group.sequences[seq.id] = seq
-        self.driver.post(Submit(request))
+        self.driver.post(Submit(request, admitted))
         refusal = next((e for e in self.driver.flush() if e.kind == "rejected" and e.request == seq.id), None)
         if refusal:
             del group.sequences[seq.id]
@@ -188,11 +192,16 @@ class LocalFleet:
 
     @property
     def healthy(self) -> bool:
-        return all(g.state in ("loading", "restarting") or g.responsive for g in self.groups)
+        return self._all_that_live(lambda group: group.responsive or group.state in ("loading", "restarting"))
 
     @property
     def ready(self) -> bool:
-        return not self.draining and self.driver is not None and all(g.responsive for g in self.groups)
+        return not self.draining and self.driver is not None and self._all_that_live(lambda g: g.responsive)
+
+    def _all_that_live(self, is_well: Callable[[WorkerGroup], bool]) -> bool:
+        """A model that failed for good does not take the others down; `status` tells of it."""
+        alive = [group for group in self.groups if group.state != "failed"]
+        return bool(alive) and all(map(is_well, alive))
 
     # From the driver and the groups
 

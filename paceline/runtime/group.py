@@ -16,6 +16,7 @@ from paceline.runtime.process import WorkerProcess
 from paceline.runtime.sequence import RunningSequence
 
 HANG_S = 10.0  # a worker that has not moved for so long is killed and started again
+LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
 MAX_RESTARTS = 3  # in a row, without a step in between
 MAX_CRASHES = 2  # workers that one sequence may be running in when they die
 
@@ -79,10 +80,14 @@ class WorkerGroup:
         command = self.config.command(self.info.num_blocks if self.info else None)
         name = f"{self.index}-{time.monotonic_ns()}"
         self._process = WorkerProcess(command, self._directory, name, self._on_message, self._on_exit)
-        await self._process.start()
+        try:
+            await self._process.start()
+        except OSError as error:
+            self._fail(f"the worker cannot be started: {error}")
 
     async def stop(self) -> None:
         self.state = "stopped"
+        await asyncio.gather(*self._tasks)
         if self._process:
             await self._process.stop()
 
@@ -96,7 +101,8 @@ class WorkerGroup:
 
     def watch(self) -> None:
         """Called several times a second: a worker that hangs is killed, which starts it again."""
-        if self.state == "ready" and self._process and self._process.silent_s > HANG_S:
+        limit = HANG_S if self.state == "ready" else LOAD_HANG_S
+        if self._process and self._process.silent_s > limit:
             self._process.kill()
 
     def _on_exit(self, code: int) -> None:
@@ -113,7 +119,7 @@ class WorkerGroup:
         task.add_done_callback(self._tasks.discard)
 
     def _lose_sequences(self) -> None:
-        """Nothing is at the worker any more. Who was running when two workers in a row died is to blame and fails."""
+        """Nothing is at the worker any more. A sequence that ran in two that died, and got nowhere between, fails."""
         if self.driver is None:  # other groups are still loading: nothing runs yet
             return
         self.driver.post(Reset(self.index))
@@ -134,6 +140,9 @@ class WorkerGroup:
     def _fail(self, reason: str) -> None:
         self.state, self.reason = "failed", reason
         self._flying.clear()
+        self._held.clear()
+        if self.driver:
+            self.driver.post(Reset(self.index))
         for seq in list(self.sequences.values()):
             self.fail(seq, reason)
         self.settled.set()
@@ -158,8 +167,7 @@ class WorkerGroup:
         parts = deque([innocent, *suspects] if innocent or not suspects else suspects)
         results = [SliceResult()] * len(batch.slices)
         self._flying[batch.id] = Flight(batch, parts, results, time.perf_counter())
-        for part in parts:
-            self._send(batch.id, part)
+        self._send(batch.id, parts[0])
 
     def _send(self, batch: int, part: Part) -> None:
         new = [seq.introduce() for _, _, seq in part if not seq.at_worker]
@@ -191,12 +199,15 @@ class WorkerGroup:
         received = time.perf_counter()
         self._restarts = 0
         for (index, item, seq), output in zip(flight.parts.popleft(), message.outputs, strict=True):
-            if self.sequences.get(seq.id) is seq:  # not cancelled meanwhile
+            if self.sequences.get(seq.id) is seq:
                 flight.results[index] = self._take(item, seq, output, flight.later)
+            else:  # cancelled meanwhile: it ends here, whatever the output says
+                flight.results[index] = SliceResult(failed=True)
         flight.forward_s += message.forward_s
         flight.sample_s += message.sample_s
         flight.output_s += time.perf_counter() - received
         if flight.parts:
+            self._send(message.batch, flight.parts[0])
             return
         self._land(flight)
         self._report(flight, received)
@@ -209,13 +220,15 @@ class WorkerGroup:
         self.driver.flush()
         scheduled = time.perf_counter()
         for seq, output, finish in flight.later:
-            seq.sink.push(output, finish)
+            if seq.sink.push(output, finish) and self.sequences.get(seq.id) is seq:
+                self.forget(seq)
+                self.driver.post(Cancel(seq.id))
         flight.output_s += time.perf_counter() - scheduled
 
     def _take(self, item: Slice, seq: RunningSequence, output: SliceOutput, later: Pushes) -> SliceResult:
         if output.error:
             self.fail(seq, output.error)
-            return SliceResult()
+            return seq.result(output, None)
         seq.crashes = 0
         if output.prompt_logprobs:
             output = seq.fresh_prompt_logprobs(output, item.start)

@@ -22,13 +22,12 @@ class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
 
 
 class StepDone(msgspec.Struct, array_like=True, frozen=True, tag="done"):
-    """A batch is done; seconds of the forward pass, of sampling, and of the worker outside both."""
+    """A batch is done; seconds of the forward pass and of sampling."""
 
     batch: int
     outputs: list[SliceOutput]
     forward_s: float
     sample_s: float
-    other_s: float
 
 
 class Loading(msgspec.Struct, array_like=True, frozen=True, tag="loading"):

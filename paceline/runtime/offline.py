@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.controller import Controller, GroupConfig
-from paceline.core.batch import Batch, SliceResult, StepResult
-from paceline.core.events import Cancel, Complete, Input, Submit
+from paceline.core.batch import Batch, StepResult
+from paceline.core.events import Complete, Input, Submit
 from paceline.core.request import Request, SamplingParams
 from paceline.core.work import Engine, SliceOutput, TokenLogprobs
 from paceline.runtime.sequence import BlockHasher, RunningSequence
@@ -52,6 +52,10 @@ class Offline:
 
         Raises ValueError for a prompt that the cache can never hold.
         """
+        scheduler = self.controller.groups[0].scheduler
+        for index, (tokens, limit) in enumerate(zip(prompts, params, strict=True)):
+            if not scheduler.fits(len(tokens), limit.max_tokens):
+                raise ValueError(f"prompt {index}: the KV cache cannot hold it and its output even alone")
         outputs = [Output() for _ in prompts]
         inputs: list[Input] = []
         for index, (tokens, sink) in enumerate(zip(prompts, outputs, strict=True)):
@@ -61,33 +65,30 @@ class Offline:
             inputs.append(Submit(Request(seq.id, len(tokens), params[index].max_tokens, prefix=seq.prefix)))
         start = time.perf_counter()
         while True:
-            events, batches = self.controller.turn(inputs, time.perf_counter() - start)
-            for event in events:
-                if event.kind == "rejected":
-                    raise ValueError(f"prompt {event.request}: {event.detail}")
+            _, batches = self.controller.turn(inputs, time.perf_counter() - start)
             if not batches:
                 self.engine.step([], [], self._dropped)
                 self._dropped = []
                 return outputs
-            inputs = self._step(batches[0], start)
+            inputs = self._step(batches[0])
 
-    def _step(self, batch: Batch, start: float) -> list[Input]:
+    def _step(self, batch: Batch) -> list[Input]:
         pairs = [(item, self._running[item.sequence.id]) for item in batch.slices]
         new = [seq.introduce() for _, seq in pairs if not seq.at_worker]
         work = [seq.work(item) for item, seq in pairs]
         got, forward_s, sample_s = self.engine.step(new, work, self._dropped)
         self._dropped = []
-        results: list[SliceResult] = []
-        failed: list[Input] = []
+        results = []
         for (item, seq), output in zip(pairs, got, strict=True):
+            finish = None
             if output.error:
                 seq.sink.fail(output.error)
-                failed.append(Cancel(seq.id))
-            output = seq.fresh_prompt_logprobs(output, item.start)
-            finish = seq.take(output)
-            seq.sink.push(output, finish)
+            else:
+                output = seq.fresh_prompt_logprobs(output, item.start)
+                finish = seq.take(output)
+                seq.sink.push(output, finish)
             if finish or output.error:
                 self._dropped.append(self._running.pop(seq.id).handle)
             results.append(seq.result(output, finish))
         self.on_step(batch, forward_s, sample_s)
-        return [Complete(0, batch.id, StepResult(tuple(results))), *failed]
+        return [Complete(0, batch.id, StepResult(tuple(results)))]

@@ -40,7 +40,8 @@ class WorkerProcess:
         self._progress = -1
 
     async def start(self) -> None:
-        """Binds the sockets and starts the process; it answers with Loading, Ready or Failed."""
+        """Binds the sockets and starts the process; it answers with Loading, Ready or Failed. Raises OSError."""
+        self._last_beat = self._last_move = time.monotonic()
         self._channels = [
             Channel(self._context, zmq.PAIR, self.address, self._receive),
             Channel(self._context, zmq.PULL, self.address + "-beat", self._receive),
@@ -101,10 +102,12 @@ class WorkerProcess:
     async def _wait(self) -> None:
         assert self.process is not None
         code = await self.process.wait()
-        if self._channels:
-            self._channels[0].drain()  # last words
-        self.close()
-        self.on_exit(code)
+        try:
+            if self._channels:
+                self._channels[0].drain()  # last words
+        finally:
+            self.close()
+            self.on_exit(code)
 
     def _receive(self, frame: bytes) -> None:
         message = messages.decode_from_worker(frame)
@@ -136,7 +139,8 @@ class Channel:
         self._loop.add_reader(self._fd, self.drain)
 
     def send(self, frame: bytes) -> None:
-        self._socket.send(frame, zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # the peer has died and its exit is about to be seen
+            self._socket.send(frame, zmq.NOBLOCK)
         self._loop.call_soon(self.drain)
 
     def drain(self) -> None:

@@ -92,6 +92,8 @@ class RunningSequence:
 
     def result(self, output: SliceOutput, finish: str | None) -> SliceResult:
         """The controller's view of an output."""
+        if output.error:
+            return SliceResult(failed=True)
         if not output.tokens:
             return SliceResult(finish=finish)
         hashes = self.hasher.extend(self.tokens) if self.cacheable and finish is None else ()

@@ -29,16 +29,16 @@ def serve(address: str, load: Load) -> int:
     def progress(done: int, total: int) -> None:
         socket.send(messages.encode(Loading(done, total)))
 
+    loop = Loop(socket)
+    threading.Thread(target=beat, args=(context, address + "-beat", loop), daemon=True).start()
     try:
-        engine = load(progress)
+        loop.engine = load(progress)
     except (OSError, ValueError, RuntimeError, MemoryError) as error:
         bad_input = isinstance(error, ValueError | FileNotFoundError)
         socket.send(messages.encode(Failed(str(error) or type(error).__name__, bad_input)))
         context.destroy(linger=1000)
         return 1
-    loop = Loop(socket, engine)
-    threading.Thread(target=beat, args=(context, address + "-beat", loop), daemon=True).start()
-    socket.send(messages.encode(Ready(engine.info)))
+    socket.send(messages.encode(Ready(loop.engine.info)))
     loop.run()
     context.destroy(linger=1000)
     return 0
@@ -47,22 +47,21 @@ def serve(address: str, load: Load) -> int:
 class Loop:
     """Receives, steps, answers."""
 
-    def __init__(self, socket: zmq.Socket[bytes], engine: Engine) -> None:
-        self.socket, self.engine = socket, engine
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket
+        self.engine: Engine | None = None  # while it loads
         self.busy = False
 
     def run(self) -> None:
+        assert self.engine is not None
         while True:
-            frame = self.socket.recv()
-            begin = time.perf_counter()
-            message = messages.decode_to_worker(frame)
+            message = messages.decode_to_worker(self.socket.recv())
             if isinstance(message, Shutdown):
                 return
             self.busy = True
             outputs, forward_s, sample_s = self.engine.step(message.new, message.slices, message.dropped)
             self.busy = False
-            other_s = time.perf_counter() - begin - forward_s - sample_s
-            self.socket.send(messages.encode(StepDone(message.batch, outputs, forward_s, sample_s, other_s)))
+            self.socket.send(messages.encode(StepDone(message.batch, outputs, forward_s, sample_s)))
 
 
 def beat(context: zmq.Context[zmq.Socket[bytes]], address: str, loop: Loop) -> None:
@@ -72,7 +71,8 @@ def beat(context: zmq.Context[zmq.Socket[bytes]], address: str, loop: Loop) -> N
     socket.connect(address)
     while True:
         try:
-            socket.send(messages.encode(Heartbeat(loop.engine.progress, loop.busy)), zmq.NOBLOCK)
+            progress = loop.engine.progress if loop.engine else 0
+            socket.send(messages.encode(Heartbeat(progress, loop.busy)), zmq.NOBLOCK)
         except zmq.Again:
             pass  # the front end is slow; the next beat says the same
         except zmq.ZMQError:

@@ -138,9 +138,9 @@ class Api:
         if body.messages is not None:
             template = self.templates.get(model.name)
             text = await chat_text(model, template, body.messages, body.add_generation_prompt)
-            tokens = await encode(model.tokenizer, text, body.add_special_tokens or False)
+            tokens = await encode(model, text, body.add_special_tokens or False)
         else:
-            tokens = await encode(model.tokenizer, body.prompt or "", body.add_special_tokens is not False)
+            tokens = await encode(model, body.prompt or "", body.add_special_tokens is not False)
         strings = [model.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
         return _json({"count": len(tokens), "max_model_len": model.context, "tokens": tokens, "token_strs": strings})
 

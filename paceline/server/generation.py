@@ -7,20 +7,17 @@ take the same pieces, so they cannot differ.
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from paceline.core.request import NO_SLO, SLO, SamplingParams
 from paceline.core.work import SliceOutput, TokenLogprobs
 from paceline.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
-from paceline.runtime.api import Fleet, Overloaded, Rejected
+from paceline.runtime.api import Fleet, Rejected
 from paceline.server.errors import ApiError, from_rejection, model_not_found
 from paceline.server.metrics import Metrics
 
 LOGGER = logging.getLogger(__name__)
-RETRY_SIBLINGS = 1.0  # seconds, at the most, until the other choices of an accepted request are tried again
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -240,7 +237,7 @@ class Generation:
         self._event = asyncio.Event()
         self._ready: list[Choice] = []
         self._error: ApiError | None = None
-        self._timers: set[asyncio.TimerHandle] = set()
+        self._calls: list[asyncio.Handle] = []
         n = job.n
         self.choices = [Choice(p * n + i, prompt, job, self) for p, prompt in enumerate(job.prompts) for i in range(n)]
         self.unfinished = len(self.choices)
@@ -254,7 +251,7 @@ class Generation:
         """
         try:
             for choice in self.choices[:: self.job.n]:
-                self._submit(choice)
+                self._submit(choice, admitted=False)
         except Rejected as error:
             self.cancel()
             raise from_rejection(error) from None
@@ -292,9 +289,8 @@ class Generation:
 
     def cancel(self) -> None:
         """Frees whatever still runs; does nothing after the end."""
-        for timer in self._timers:
-            timer.cancel()
-        self._timers.clear()
+        for call in self._calls:
+            call.cancel()
         for choice in self.choices:
             choice.submitted = True  # never again
             if choice.id is not None:
@@ -303,15 +299,15 @@ class Generation:
                 self._metrics.ended(self.job.model, "abort")
 
     def hurry(self) -> None:
-        """Submits what waits for its first choice to begin: the fleet is about to refuse new sequences."""
+        """Submits what waits for its first choice to begin: the fleet is about to drain."""
         for choice in self.choices:
-            self._submit_later(choice)
+            self._submit_sibling(choice)
 
     # For the choices. Called inside the fleet's step, so the fleet is not called back from here.
 
     def began(self, choice: Choice) -> None:
         if choice.index % self.job.n == 0 and self.job.n > 1:
-            self._call(0, self._submit_siblings, choice)
+            self._calls.append(asyncio.get_running_loop().call_soon(self._submit_siblings, choice))
 
     def has_output(self, choice: Choice) -> None:
         self._ready.append(choice)
@@ -328,14 +324,13 @@ class Generation:
 
     # Submission
 
-    def _submit(self, choice: Choice) -> None:
+    def _submit(self, choice: Choice, admitted: bool) -> None:
         params, tokens = self.job.params, choice.prompt.tokens
         if nth := choice.index % self.job.n:
             known = None if choice.prompt_logprobs else params.prompt_logprobs
             params = replace(params, choice=nth, prompt_logprobs=known)
-        choice.id = self._fleet.submit(
-            self.job.model, tokens, params, choice, namespace=self.job.namespace, slo=self.job.slo
-        )
+        options = {"namespace": self.job.namespace, "slo": self.job.slo, "admitted": admitted}
+        choice.id = self._fleet.submit(self.job.model, tokens, params, choice, **options)
         choice.submitted = True
         self._metrics.admitted(choice.id, self.job.model, len(tokens))
 
@@ -343,23 +338,12 @@ class Generation:
         for choice in self.choices[first.index + 1 : first.index + self.job.n]:
             if not choice.submitted:
                 choice.prompt_logprobs = first.prompt_logprobs
-                self._submit_later(choice)
+                self._submit_sibling(choice)
 
-    def _submit_later(self, choice: Choice) -> None:
-        """Submits a choice of a request that was accepted already: a full queue is waited for, not an error."""
+    def _submit_sibling(self, choice: Choice) -> None:
         if choice.submitted or self._error is not None:
             return
         try:
-            self._submit(choice)
-        except Overloaded as error:
-            self._call(min(RETRY_SIBLINGS, error.retry_after), self._submit_later, choice)
+            self._submit(choice, admitted=True)
         except Rejected as error:
             self.fail(from_rejection(error))
-
-    def _call(self, delay: float, what: Callable[[Choice], None], choice: Choice) -> None:
-        def run() -> None:
-            self._timers.discard(timer)
-            what(choice)
-
-        timer = asyncio.get_running_loop().call_later(delay, run)
-        self._timers.add(timer)

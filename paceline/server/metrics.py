@@ -93,7 +93,7 @@ class Metrics:
                 self._on_tokens(event)
             elif kind == "accepted":
                 self._open[event.request] = _Open(event.time, self.models[""])
-            elif kind in ("finished", "cancelled"):
+            elif kind in ("finished", "cancelled", "failed"):
                 known = self._open.pop(event.request, None)
                 if known is not None and kind == "finished":
                     known.model.whole.observe(event.time - known.arrival)
@@ -247,7 +247,7 @@ def _histograms(name: str, text: str, label: str, values: Mapping[str, Histogram
 
 
 def usage(load: GroupLoad) -> float:
-    return load.blocks_used / load.blocks_total
+    return load.blocks_used / load.blocks_total if load.blocks_total else 0.0
 
 
 def exposition(metrics: Metrics, load: Seq[GroupLoad], vllm: bool) -> bytes:

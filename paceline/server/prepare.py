@@ -16,12 +16,20 @@ INLINE_CHARS = 4096  # longer texts are encoded in a thread: the event loop goes
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as clients see it. `context`: prompt and answer, in tokens (0: not known); `created`: Unix time."""
+    """A model as clients see it. `context`: prompt and answer, in tokens (0: not known); `created`: Unix time.
+
+    `embeddings`: token ids that the model has a row for, where that is known; its tokenizer may have more, or fewer.
+    """
 
     name: str
     tokenizer: Tokenizer
     context: int
     created: int = 0
+    embeddings: int | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return min(self.tokenizer.vocab_size, self.embeddings or self.tokenizer.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +40,14 @@ class Caller:
     slo: SLO
 
 
-async def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+async def encode(model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
+    """Raises `ApiError` 400 where the tokenizer gives an id that the model does not have."""
     if len(text) <= INLINE_CHARS:
-        return tokenizer.encode(text, add_special_tokens)
-    return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        tokens = model.tokenizer.encode(text, add_special_tokens)
+    else:
+        tokens = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
+    check_vocabulary("prompt", tokens, model)
+    return tokens
 
 
 async def completion_job(model: ServedModel, request: CompletionRequest, caller: Caller) -> Job:
@@ -43,7 +55,7 @@ async def completion_job(model: ServedModel, request: CompletionRequest, caller:
     prompts = []
     for prompt in request.prompt:
         if isinstance(prompt, str):
-            prompts.append(Prompt(await encode(model.tokenizer, prompt, request.add_special_tokens), prompt))
+            prompts.append(Prompt(await encode(model, prompt, request.add_special_tokens), prompt))
         else:
             check_vocabulary("prompt", prompt, model)
             prompts.append(Prompt(prompt))
@@ -56,7 +68,7 @@ async def completion_job(model: ServedModel, request: CompletionRequest, caller:
 async def chat_job(model: ServedModel, template: ChatTemplate | None, request: ChatRequest, caller: Caller) -> Job:
     """Raises `ApiError` 400."""
     text = await chat_text(model, template, request.messages, request.add_generation_prompt)
-    prompt = Prompt(await encode(model.tokenizer, text, request.add_special_tokens), text)
+    prompt = Prompt(await encode(model, text, request.add_special_tokens), text)
     max_tokens = answer_tokens(model, len(prompt.tokens), request.limit, default=None)
     return _job(model, request, [prompt], max_tokens, caller)
 
@@ -82,7 +94,7 @@ async def chat_text(
 
 
 def check_vocabulary(name: str, ids: Seq[int], model: ServedModel) -> None:
-    size = model.tokenizer.vocab_size
+    size = model.vocab_size
     if ids and max(ids) >= size:
         raise bad_request(name, f"the token id {max(ids)} is outside the vocabulary of {size} tokens")
 

@@ -84,10 +84,16 @@ class _Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 is any free one. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that has the address but does not listen yet; port 0 is any free one. Raises OSError."""
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def url_of(sock: socket.socket) -> str:
@@ -98,8 +104,7 @@ def url_of(sock: socket.socket) -> str:
 async def serve(
     app: FastAPI,
     fleet: Fleet,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    sock: socket.socket,
     *,
     access_log: bool = False,
     on_started: Callable[[str], None] = lambda url: None,
@@ -107,9 +112,8 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains: new requests get 503 and /ready says so, running ones end.
 
     Returns True when all of them have ended, False when a second signal asked to leave at once. `on_started` is told
-    the URL when connections are taken. Raises OSError when the address cannot be had. Main thread only.
+    the URL when connections are taken. Main thread only.
     """
-    sock = listen(host, port)
     url = url_of(sock)
     server = _Server(_configure(app, access_log))
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()

@@ -27,7 +27,6 @@ class Checked:
 
     def __init__(self, controller: Controller) -> None:
         self.scheduler = controller.groups[0].scheduler
-        self.widest = 0
 
     def __call__(self, batch: Batch) -> int:
         scheduler = self.scheduler
@@ -43,7 +42,6 @@ class Checked:
         size = scheduler.config.block_size
         written = [block for s in batch.slices for block in s.sequence.blocks[s.start // size :]]
         assert len(written) == len(set(written)), "two sequences write the same block"
-        self.widest = max(self.widest, batch.num_tokens)
         return 10 + batch.num_tokens
 
 

@@ -37,6 +37,11 @@ def test_mistakes_are_one_line_that_names_the_key(tmp_path, text, message):
     assert "\n" not in str(error.value) and "fleet.yaml" in str(error.value)
 
 
+def test_a_fleet_file_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.yaml: No such file"):
+        find_models([str(tmp_path / "nothing.yaml")], [])
+
+
 def test_sources():
     assert resolve("builtin:coder") == BUILTIN / "coder"
     assert resolve(str(BUILTIN / "coder")) == BUILTIN / "coder"
@@ -61,7 +66,7 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "many", "5 TB", "-"])
+@pytest.mark.parametrize("text", ["", "many", "5 TB", "-", "infG"])
 def test_sizes_that_are_none(text):
     with pytest.raises(ValueError, match="memory"):
         parse_bytes(text)

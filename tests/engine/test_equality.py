@@ -65,7 +65,7 @@ def test_budget_and_batch_change_nothing(runner, prompts, reference, budget):
     assert together == alone and preemptions == 0
 
 
-@pytest.mark.parametrize("budget", [7, 64, 512, 4096])
+@pytest.mark.parametrize("budget", [1, 7, 64, 512, 4096])
 def test_preemption_changes_nothing(runner, prompts, reference, budget):
     chosen, alone = reference
     tight = 1 + max(-(-(len(p) + OUTPUT) // 16) for p in prompts)

@@ -5,7 +5,9 @@ import json
 import os
 import random
 import signal
+import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,14 +203,91 @@ async def test_only_the_request_that_kills_workers_fails():
         check_empty(running)
 
 
-async def test_a_poisoned_sequence_fails_alone():
+async def test_a_poisoned_sequence_fails_alone_and_shares_nothing():
+    prefix = list(range(12))
     async with fleet() as running:
         good, bad = Collector(), Collector()
         running.submit("toy", [1, 2], SamplingParams(max_tokens=30), good)
-        running.submit("toy", [POISON], SamplingParams(max_tokens=5), bad)
+        running.submit("toy", [*prefix, POISON], SamplingParams(max_tokens=5), bad)
         await asyncio.gather(good.done.wait(), bad.done.wait())
         assert bad.error == "poisoned" and good.tokens == expected([1, 2], 30)
         check_empty(running)
+        after = Collector()
+        running.submit("toy", [*prefix, 7], SamplingParams(max_tokens=5), after)
+        await after.done.wait()
+        assert after.tokens == expected([*prefix, 7], 5)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+async def test_a_worker_that_dies_with_its_last_answer_unread_loses_nothing(tokens):
+    """The front end is busy while the worker answers and dies: the answer counts, the next step comes again."""
+    async with fleet(delay=0.02) as running:
+        sink = Collector()
+        running.submit("toy", [3, 4], SamplingParams(max_tokens=tokens), sink)
+        await asyncio.sleep(0)
+        time.sleep(0.1)  # the loop stands still
+        os.kill(running.groups[0].pid, signal.SIGKILL)
+        time.sleep(0.1)
+        late = Collector()
+        running.submit("toy", [5], SamplingParams(max_tokens=3), late)
+        await asyncio.gather(sink.done.wait(), late.done.wait())
+        assert sink.tokens == expected([3, 4], tokens) and late.tokens == expected([5], 3)
+        check_empty(running)
+
+
+async def test_a_sequence_that_nobody_wants_ends():
+    """A sink without stop strings may end its sequence too."""
+
+    class Full(Collector):
+        def push(self, output, finish) -> bool:
+            self.tokens += output.tokens
+            return len(self.tokens) >= 3
+
+    async with fleet() as running:
+        sink = Full()
+        running.submit("toy", [1, 2], SamplingParams(max_tokens=200), sink)
+        await until(lambda: len(sink.tokens) >= 3)
+        await until(lambda: not running.driver.controller.sequences)
+        assert len(sink.tokens) == 3
+        check_empty(running)
+
+
+async def test_a_model_that_failed_does_not_take_the_others_down():
+    running = LocalFleet([replace(worker(refuse="no"), name="bad"), worker()], FleetConfig())
+    await running.start()
+    try:
+        assert [status.state for status in running.status()] == ["failed", "ready"]
+        assert running.ready and running.healthy
+        sink = Collector()
+        running.submit("toy", [1], SamplingParams(max_tokens=3), sink)
+        await sink.done.wait()
+        assert sink.tokens == expected([1], 3)
+        assert running.load()[0].blocks_total == 0
+    finally:
+        await running.stop()
+
+
+async def test_stopping_in_the_middle_of_a_restart_leaves_no_process():
+    running = LocalFleet([worker()], FleetConfig())
+    await running.start()
+    os.kill(running.groups[0].pid, signal.SIGKILL)
+    await until(lambda: running.groups[0].state == "restarting")
+    await running.stop()
+    assert running.groups[0]._process.process.returncode is not None
+
+
+async def test_a_full_queue_and_a_drain_take_what_belongs_to_an_accepted_request():
+    config = FleetConfig(token_budget=4, max_batch=1, max_waiting=1)
+    async with fleet(config, delay=0.02) as running:
+        sinks = [Collector() for _ in range(4)]
+        for sink in sinks[:2]:
+            running.submit("toy", [1], SamplingParams(max_tokens=3), sink)
+        running.submit("toy", [1], SamplingParams(max_tokens=3), sinks[2], admitted=True)
+        draining = asyncio.create_task(running.drain())
+        await asyncio.sleep(0)
+        running.submit("toy", [1], SamplingParams(max_tokens=3), sinks[3], admitted=True)
+        await draining
+        assert all(sink.tokens == expected([1], 3) for sink in sinks)
 
 
 @pytest.mark.parametrize("how", ["stopped", "stuck"])

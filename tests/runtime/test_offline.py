@@ -34,6 +34,15 @@ def test_one_bad_sequence_fails_alone():
     assert outputs[0].tokens == expected([1], 4) and outputs[2].tokens == expected([2], 4)
 
 
-def test_a_prompt_that_never_fits_is_named():
+def test_what_a_failed_sequence_left_in_its_blocks_is_not_shared():
+    job = offline()
+    prefix = list(range(12))
+    assert job.generate([[*prefix, POISON]], [SamplingParams(max_tokens=4)])[0].error
+    assert job.generate([[*prefix, 7]], [SamplingParams(max_tokens=4)])[0].tokens == expected([*prefix, 7], 4)
+
+
+def test_a_prompt_that_never_fits_is_named_and_changes_nothing():
+    job = offline(num_blocks=4)
     with pytest.raises(ValueError, match="prompt 1"):
-        offline(num_blocks=4).generate([[1], [1] * 30], [SamplingParams(max_tokens=4)] * 2)
+        job.generate([[1], [1] * 30], [SamplingParams(max_tokens=4)] * 2)
+    assert job.generate([[1]], [SamplingParams(max_tokens=4)])[0].tokens == expected([1], 4)

@@ -55,7 +55,8 @@ class FakeFleet:
         return self.healthy and not self.draining
 
     def status(self) -> list[ModelStatus]:
-        return [ModelStatus(m, "ready", "", EngineInfo(100, 16, 0, 0, 0, c)) for m, c in self.models.items()]
+        info = {name: EngineInfo(100, 16, 0, 0, 0, context, self.vocab) for name, context in self.models.items()}
+        return [ModelStatus(name, "ready", "", info[name]) for name in self.models]
 
     def load(self) -> list[GroupLoad]:
         return [GroupLoad(0, len(self.running), len(self.running), 100)]
@@ -69,11 +70,12 @@ class FakeFleet:
         *,
         namespace: str = "",
         slo: SLO = NO_SLO,
+        admitted: bool = False,
     ) -> str:
         context = self.models[model]
-        if self.draining:
+        if self.draining and not admitted:
             raise Unavailable("the server is shutting down", 2.5)
-        if len(self.running) >= self.capacity:
+        if len(self.running) >= self.capacity and not admitted:
             raise Overloaded(6.2)
         if len(tokens) + params.max_tokens > context:
             raise TooLong("too long for the cache")

@@ -15,7 +15,7 @@ import time
 import uvloop
 
 from paceline.core.work import SliceOutput
-from paceline.server.serve import serve
+from paceline.server.serve import bind, serve
 from tests.server.conftest import build, free_port, make_tokenizer
 
 STREAMS = 32
@@ -46,7 +46,7 @@ async def measure(extra: str) -> tuple[float, float]:
     fleet, port = server.fleet, free_port()
     fleet.paused = True
     fleet.script = server.tokenizer.encode("the quick brown fox jumps over the lazy dog", False)
-    task = asyncio.create_task(serve(server.app, fleet, port=port))
+    task = asyncio.create_task(serve(server.app, fleet, bind("127.0.0.1", port)))
     while not await asyncio.to_thread(_listening, port):
         await asyncio.sleep(0.01)
     body = f'{{"prompt":"hello","max_tokens":{STEPS},"stream":true{extra}}}'

@@ -73,14 +73,14 @@ async def test_leaving_under_way_cancels_every_choice(
 
 
 async def test_leaving_before_the_others_are_submitted(tokenizer: Tokenizer) -> None:
-    """The first choice has begun, its siblings find a full queue and would come later: they never do."""
-    async with in_process(tokenizer, step_s=0.005, capacity=1) as server:
+    """The first choice has not begun: its siblings are never submitted."""
+    async with in_process(tokenizer) as server:
+        server.fleet.paused = True
         client = Client(server, "/v1/completions", {**BODY, "stream": True})
-        await until(lambda: client.bodies > 2)
+        await until(lambda: len(server.fleet.running) == 1)
         client.gone.set()
         await asyncio.wait_for(client.task, 5)
-        server.fleet.capacity = 100
-        await asyncio.sleep(1.2)
+        server.fleet.paused = False
         assert len(server.fleet.submitted) == 1 and not server.fleet.running
 
 
@@ -126,7 +126,7 @@ async def test_siblings_do_not_compute_the_prompts_logprobs_again(tokenizer: Tok
         assert logs[0] == logs[1] == logs[2] and logs[0][1] is not None
 
 
-async def test_siblings_wait_for_a_place(tokenizer: Tokenizer) -> None:
+async def test_siblings_are_taken_by_a_full_queue(tokenizer: Tokenizer) -> None:
     """A request that was accepted does not fail because its other choices find the queue full."""
     async with in_process(tokenizer, capacity=1) as server:
         answer = await server.client.post("/v1/completions", json={"prompt": "a", "n": 2, "max_tokens": 3})

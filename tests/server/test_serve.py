@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from paceline.server import serve as module
-from paceline.server.serve import listen, serve, url_of
+from paceline.server.serve import bind, serve, url_of
 from tests.server.conftest import build, make_tokenizer, wait_for
 from tests.server.test_http import check_envelope
 from tests.server.test_streaming import events
@@ -88,12 +88,12 @@ def test_an_idle_server_leaves_promptly(process: Process) -> None:
 
 
 def test_an_address_in_use_is_an_error() -> None:
-    server = build(make_tokenizer())
-    with listen("127.0.0.1", 0) as sock:
+    with bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         assert url_of(sock) == f"http://127.0.0.1:{port}"
+        sock.listen()
         with pytest.raises(OSError):
-            asyncio.run(serve(server.app, server.fleet, port=port))
+            bind("127.0.0.1", port)
 
 
 def exchange(url: str, data: bytes) -> bytes:
@@ -125,7 +125,7 @@ async def test_a_head_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(module, "HEAD_SECONDS", 0.05)
     server = build(make_tokenizer())
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(serve(server.app, server.fleet, port=0, on_started=started.set_result))
+    serving = asyncio.create_task(serve(server.app, server.fleet, bind("127.0.0.1", 0), on_started=started.set_result))
     parts = urlsplit(await started)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost:")

@@ -130,6 +130,8 @@ def test_a_full_queue_is_503_with_a_time(own):
         (["/nowhere/at/all"], ["/nowhere/at/all"]),
         (["builtin:coder", "--metrics-compat", "sglang"], ["metrics_compat", "vllm"]),
         (["builtin:coder", "--memory", "lots"], ["memory", "6GiB"]),
+        (["builtin:coder", "--record", "/nowhere/log"], ["record", "/nowhere"]),
+        (["nothing.yaml"], ["nothing.yaml"]),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_2(arguments, words):
