@@ -71,7 +71,7 @@ class Engine(Protocol):
     """One model on one device (or one stage of a group)."""
 
     info: EngineInfo
-    progress: int  # counts layers run since the start: shows a step that is stuck
+    progress: int  # counts layers and heads run since the start: shows a step that is stuck
 
     def step(
         self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]

@@ -23,6 +23,7 @@ from .model import Llama, LlamaShape, Muon
 MICRO_TOKENS = 4096  # tokens of one forward and backward pass
 CHECKPOINT_SECONDS = 180.0
 WARMUP_STEPS = 60
+LONGEST_STEP = 60.0  # seconds; whatever exceeds it was a suspended process
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class Trainer:
         self.adam.step()
         self.model.zero_grad(set_to_none=True)
         self.steps_done = step.number + 1
-        self.seconds += time.perf_counter() - started
+        self.seconds += min(time.perf_counter() - started, LONGEST_STEP)
         return total
 
     def tokens_done(self) -> int:

@@ -1,12 +1,15 @@
 """A sequence's tokens do not depend on how it was scheduled: budget, batch, preemption, prefix cache."""
 
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.policies import sarathi_serve
+from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
+from paceline.core.batch import Slice
 from paceline.core.request import SamplingParams
 from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
@@ -41,9 +44,27 @@ def params(kind: str) -> list[SamplingParams]:
     return [replace(base, seed=100 + i) for i in range(COUNT)]
 
 
-def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS):
+def forced(every: int) -> Policy:
+    """The default policy, but now and then the latest sequence is preempted for no reason."""
+    steps = count(1)
+
+    def compose(scheduler: Scheduler) -> list[Slice]:
+        if next(steps) % every == 0 and scheduler.running:
+            scheduler.preempt(scheduler.running[-1])
+        slices, preempted = sarathi_serve(scheduler), scheduler.preempted
+        if not slices:  # nothing is admitted in a step that preempted: this is the next one
+            scheduler.preempted = []
+            slices = sarathi_serve(scheduler)
+            scheduler.preempted = preempted + scheduler.preempted
+        return slices
+
+    return compose
+
+
+def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS, policy=sarathi_serve):
     limits = SchedulerConfig(token_budget=budget, max_batch=16, num_blocks=num_blocks)
     offline = Offline(runner, GroupConfig(scheduler=limits))
+    offline.controller.groups[0].scheduler.policy = policy
     preempted = []
     offline.on_step = lambda batch, forward_s, sample_s: preempted.extend(batch.preempted)
     return [output.tokens for output in offline.generate(prompts, params)], len(preempted)
@@ -65,13 +86,19 @@ def test_budget_and_batch_change_nothing(runner, prompts, reference, budget):
     assert together == alone and preemptions == 0
 
 
-@pytest.mark.parametrize("budget", [1, 7, 64, 512, 4096])
-def test_preemption_changes_nothing(runner, prompts, reference, budget):
+@pytest.mark.parametrize(("budget", "every"), [(1, 40), (7, 12), (64, 5), (512, 5), (4096, 5)])
+def test_forced_preemption_changes_nothing(runner, prompts, reference, budget, every):
+    chosen, alone = reference
+    together, preemptions = run(runner, prompts, chosen, budget, policy=forced(every))
+    assert preemptions > 5 and together == alone
+
+
+@pytest.mark.parametrize("budget", [64, 4096])
+def test_preemption_for_want_of_memory_changes_nothing(runner, prompts, reference, budget):
     chosen, alone = reference
     tight = 1 + max(-(-(len(p) + OUTPUT) // 16) for p in prompts)
     together, preemptions = run(runner, prompts, chosen, budget, num_blocks=tight)
-    assert preemptions > 0, "the pool was meant to be too small"
-    assert together == alone
+    assert preemptions > 0 and together == alone
 
 
 def test_seeded_sampling_is_sampling(reference):

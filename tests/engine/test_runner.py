@@ -71,9 +71,9 @@ def test_chunks_decodes_and_preemption_give_the_greedy_tokens(model: tuple, runn
     assert [got[1], got[2]] == expected
 
 
-def test_progress_counts_layers(runner: ModelRunner) -> None:
+def test_progress_counts_layers_and_heads(runner: ModelRunner) -> None:
     runner.step([NewSequence(1, [5, 6, 7], 3, GREEDY)], [SliceWork(1, 0, 3, True, 0, [0])], [])
-    assert runner.progress == 3
+    assert runner.progress == 3 + 1
 
 
 def test_prompt_logprobs_in_chunks(model: tuple, runner: ModelRunner) -> None:
