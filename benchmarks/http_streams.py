@@ -21,7 +21,7 @@ from paceline.controller import GroupConfig
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline
 
-CLIENTS, PROMPT, OUTPUT, ROUNDS = 32, 64, 64, 3
+CLIENTS, PROMPT, OUTPUT, ROUNDS = 32, 64, 48, 3
 PORT, BLOCKS = 8765, 1024
 
 
@@ -97,16 +97,16 @@ def measure(offline: subprocess.Popen, model: str) -> dict:
     rates = {"http": [], "offline": []}
     asyncio.run(clients([p[:8] for p in workload.prompts(vocabulary)], model))
     before = metrics()
-    for round in range(ROUNDS):
+    for turn in range(ROUNDS):
         offline.stdin.write("go\n")
         offline.stdin.flush()
         rates["offline"].append(CLIENTS * OUTPUT / float(offline.stdout.readline()))
         # other tokens in every round: nothing comes from the prefix cache
-        prompts = [[(t + round) % 7700 + 300 for t in p[:PROMPT]] for p in workload.prompts(vocabulary)][:CLIENTS]
+        prompts = [[(t + turn) % 7700 + 300 for t in p[:PROMPT]] for p in workload.prompts(vocabulary)][:CLIENTS]
         begin = time.perf_counter()
         tokens = asyncio.run(clients(prompts, model))
         rates["http"].append(tokens / (time.perf_counter() - begin))
-        print(f"  round {round}: offline {rates['offline'][-1]:.1f}, http {rates['http'][-1]:.1f} tokens/s", flush=True)
+        print(f"  round {turn}: offline {rates['offline'][-1]:.1f}, http {rates['http'][-1]:.1f} tokens/s", flush=True)
     parts = {key: value - before.get(key, 0.0) for key, value in metrics().items()}
     steps = parts.pop("steps")
     per_step = {part: round(1e6 * seconds / steps) for part, seconds in parts.items()}

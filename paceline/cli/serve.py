@@ -1,6 +1,7 @@
 """`paceline serve`: loads models, prints what was made of the machine, answers until SIGTERM."""
 
 import asyncio
+import gc
 import sys
 import time
 from dataclasses import dataclass
@@ -126,6 +127,8 @@ async def run(
             console.print(f"[red]{group.config.name}: {group.reason}[/red]", highlight=False, soft_wrap=True)
         if len(failed) == len(models):
             return 2 if all(group.bad_input for group in failed) else 1
+        gc.collect()
+        gc.freeze()  # modules and tokenizers stay: collections while serving need not look at them
         app = create_app(fleet, served_models(models, fleet), server)
 
         def on_started(url: str) -> None:

@@ -1,12 +1,12 @@
 """A batch has no phase: it is slices of sequences, whose linear layers run together."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.request import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(NamedTuple):
     """Tokens [start, start + length) of a sequence: a prompt chunk, a decode (1) or a verification (1 + num_draft)."""
 
     sequence: Sequence
@@ -35,8 +35,7 @@ class Batch:
         return sum(s.length for s in self.slices)
 
 
-@dataclass(frozen=True, slots=True)
-class SliceResult:
+class SliceResult(NamedTuple):
     """What a slice yielded."""
 
     tokens: int = 0  # tokens emitted

@@ -1,6 +1,7 @@
 """What goes into a controller (inputs) and what comes out (events): values, so runs can be logged and compared."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.core.batch import StepResult
 from paceline.core.request import Request
@@ -40,8 +41,7 @@ class Cancel:
 Input = Complete | Reset | Submit | Cancel
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something that a controller decided or noted, at `time` seconds."""
 
     kind: str  # accepted rejected started preempted tokens finished cancelled failed

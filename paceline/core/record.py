@@ -30,7 +30,7 @@ def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
             request |= {"slo": SLO(**request["slo"]), "prefix": tuple(request["prefix"])}
             return Submit(Request(**request), fields["admitted"])
         case "Complete":
-            slices = tuple(SliceResult(**s | {"hashes": tuple(s["hashes"])}) for s in fields["result"]["slices"])
+            slices = tuple(SliceResult(*s)._replace(hashes=tuple(s[2])) for s in fields["result"]["slices"])
             return Complete(fields["group"], fields["batch"], StepResult(slices))
         case "Cancel":
             return Cancel(fields["request"])

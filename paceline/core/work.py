@@ -1,12 +1,13 @@
 """What a driver asks of an engine and what it gets back: the half of a step that has token ids and block ids.
 
 Sequences are named by small integers that the driver gives out. The engine keeps each sequence's token ids and block
-table; work carries only what is new.
+table; work carries only what is new. What is made for every slice of every step is a named tuple: three times cheaper
+to make than a frozen dataclass, and an array in messages.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from paceline.core.request import SamplingParams
 
@@ -21,8 +22,7 @@ class NewSequence:
     params: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SliceWork:
+class SliceWork(NamedTuple):
     """Compute tokens [start, start + length); blocks[first_block:] of the sequence's table become `blocks`."""
 
     id: int
@@ -33,8 +33,7 @@ class SliceWork:
     blocks: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probability (natural) of one position's token, its rank (1 is the likeliest) and the likeliest tokens."""
 
     token: int
@@ -44,13 +43,12 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclass(frozen=True, slots=True)
-class SliceOutput:
+class SliceOutput(NamedTuple):
     """What one slice gave."""
 
     tokens: list[int]  # emitted
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # per emitted token, when asked for
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of prompt tokens [start + 1, end + 1)
+    logprobs: Seq[TokenLogprobs] = ()  # per emitted token, when asked for
+    prompt_logprobs: Seq[TokenLogprobs] = ()  # of prompt tokens [start + 1, end + 1), likewise
     error: str = ""  # this sequence failed; the others of the step did not
 
 

@@ -46,7 +46,7 @@ class _Job:
     work: SliceWork
     sequence: _Sequence | None = None
     span: SliceSpan | None = None
-    hidden: Tensor | None = None  # [length, hidden]
+    begin: int = 0  # where its rows are among the step's hidden states
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -122,10 +122,15 @@ class ModelRunner:
         jobs = [_Job(work) for work in slices]
         for job in jobs:
             self._prepare(job)
-        self._forward([job for job in jobs if not job.error])
+        hidden = self._forward([job for job in jobs if not job.error])
+        begin = 0
+        for job in jobs:
+            if not job.error:
+                job.begin = begin
+                begin += job.span.length
         sampling = -perf_counter()
-        self._prompt_logprobs([job for job in jobs if not job.error])
-        head_seconds = self._emit([job for job in jobs if job.work.emits and not job.error])
+        self._prompt_logprobs([job for job in jobs if not job.error], hidden)
+        head_seconds = self._emit([job for job in jobs if job.work.emits and not job.error], hidden)
         sampling += perf_counter() - head_seconds
         forward = perf_counter() - started - sampling
         return [job.output() for job in jobs], forward, sampling
@@ -163,28 +168,27 @@ class ModelRunner:
         elif not all(0 <= token < vocabulary for token in sequence.tokens[work.start : end]):
             job.error = f"token ids must be from 0 to {vocabulary - 1}"
 
-    def _forward(self, jobs: list[_Job]) -> None:
-        """Sets `hidden` of each job, or its error: where several fail together, each is run alone."""
+    def _forward(self, jobs: list[_Job]) -> Tensor:
+        """Hidden states [tokens, hidden] of the jobs, one after the other, without those that get an error.
+
+        Where several fail together, each is run alone: a pass writes only the keys and values of its own slices.
+        """
         if not jobs:
-            return
+            return torch.empty(0, self.decoder.config.hidden, device=self.device)
         try:
             plan = plan_step([job.span for job in jobs], self.decoder.config, self.info.block_size, self.device)
             tokens = [token for job in jobs for token in job.sequence.tokens[job.span.start :][: job.span.length]]
-            hidden = self.decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, self._tick)
-            for job, rows in zip(jobs, hidden.split([job.span.length for job in jobs]), strict=True):
-                job.hidden = rows
+            return self.decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, self._tick)
         except Exception as error:
-            # A forward pass writes only the keys and values of its own slices: it can be run again.
-            if len(jobs) == 1:
-                jobs[0].error = f"{type(error).__name__}: {error}"
-                return
-            for job in jobs:
-                self._forward([job])
+            if len(jobs) > 1:
+                return torch.cat([self._forward([job]) for job in jobs])
+            jobs[0].error = f"{type(error).__name__}: {error}"
+            return self._forward([])
 
     def _tick(self) -> None:
         self.progress += 1
 
-    def _prompt_logprobs(self, jobs: list[_Job]) -> None:
+    def _prompt_logprobs(self, jobs: list[_Job], hidden: Tensor) -> None:
         """Of prompt tokens [start + 1, end + 1), for sequences that asked."""
         for job in jobs:
             sequence, start = job.sequence, job.span.start
@@ -194,19 +198,20 @@ class ModelRunner:
             try:
                 for begin in range(0, len(targets), LOGIT_ROWS):
                     some = targets[begin : begin + LOGIT_ROWS]
-                    logits = self.decoder.logits(job.hidden[begin : begin + len(some)])
+                    logits = self.decoder.logits(hidden[job.begin + begin :][: len(some)])
                     job.prompt_logprobs += sampler.prompt_logprobs(logits, some, sequence.prompt_top)
                     self._tick()
             except Exception as error:
                 job.error = f"{type(error).__name__}: {error}"
 
-    def _emit(self, jobs: list[_Job]) -> float:
+    def _emit(self, jobs: list[_Job], hidden: Tensor) -> float:
         """Samples one token for each job and appends it; seconds that the logits took."""
         seconds = 0.0
         for begin in range(0, len(jobs), LOGIT_ROWS):
             some = jobs[begin : begin + LOGIT_ROWS]
             started = perf_counter()
-            logits = self.decoder.logits(torch.cat([job.hidden[-1:] for job in some]))
+            last = torch.tensor([job.begin + job.span.length - 1 for job in some], device=self.device)
+            logits = self.decoder.logits(hidden.index_select(0, last))
             seconds += perf_counter() - started
             self._sample(some, logits)
             self._tick()

@@ -3,7 +3,6 @@
 import secrets
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from hashlib import blake2b
 
 from paceline.core.batch import Slice, SliceResult
@@ -88,7 +87,7 @@ class RunningSequence:
         """The output without prompt log-probabilities that were delivered before; the slice began at `start`."""
         fresh = output.prompt_logprobs[max(0, self._prompt_logprobs - start) :]
         self._prompt_logprobs = max(self._prompt_logprobs, start + len(output.prompt_logprobs))
-        return replace(output, prompt_logprobs=fresh)
+        return output._replace(prompt_logprobs=fresh)
 
     def result(self, output: SliceOutput, finish: str | None) -> SliceResult:
         """The controller's view of an output."""

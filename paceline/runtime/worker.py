@@ -1,5 +1,6 @@
 """A worker process: one engine, one loop. It gets steps, runs them and answers; it decides nothing."""
 
+import gc
 import os
 import threading
 import time
@@ -38,6 +39,8 @@ def serve(address: str, load: Load) -> int:
         socket.send(messages.encode(Failed(str(error) or type(error).__name__, bad_input)))
         context.destroy(linger=1000)
         return 1
+    gc.collect()
+    gc.freeze()  # what is loaded stays: collections in the middle of a step need not look at it
     socket.send(messages.encode(Ready(loop.engine.info)))
     loop.run()
     context.destroy(linger=1000)
