@@ -117,7 +117,7 @@ async def run(
         raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
     console.print(f"loading {', '.join(m.name for m in models)} (kernels are compiled once, at the first start)")
     workers = [WorkerConfig(m.name, WorkerOptions(str(m.path), **limits).command, m.tokenizer.eos_ids) for m in models]
-    progress = LoadingProgress()
+    progress = LoadingProgress([m.name for m in models])
     fleet = LocalFleet(workers, config, progress.update)
     try:
         with progress:
@@ -149,12 +149,12 @@ def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedMod
 
 
 class LoadingProgress:
-    """One bar a model; silent where nobody looks."""
+    """One bar a model, which pulses until its weights are read; silent where nobody looks."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: list[str]) -> None:
         columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, transient=True)
-        self._tasks: dict[str, TaskID] = {}
+        self._tasks: dict[str, TaskID] = {name: self._progress.add_task(name, total=None) for name in names}
 
     def __enter__(self) -> "LoadingProgress":
         self._progress.start()
@@ -164,9 +164,7 @@ class LoadingProgress:
         self._progress.stop()
 
     def update(self, name: str, done: int, total: int) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total)
-        self._progress.update(self._tasks[name], completed=done)
+        self._progress.update(self._tasks[name], completed=done, total=total)
 
 
 def summary(fleet: LocalFleet, config: FleetConfig, url: str, seconds: float) -> None:
