@@ -33,7 +33,7 @@ TARGET = RunSpec(
 DRAFT = RunSpec(
     name="coder-draft",
     shape=LlamaShape(hidden=128, layers=1, heads=4, kv_heads=2, intermediate=384, tied=True),
-    tokens=4_000_000,
+    tokens=3_500_000,
     phases=(Phase(0.0, 256, 1, 0.5), Phase(0.80, 512, 1, 0.3), Phase(0.94, 2048, 1, 0.3)),
     embedding_rate=0.03,
 )

@@ -22,7 +22,7 @@ One file on purpose: Numba's cache on disk notices a change only in the file tha
 import math
 
 import numpy as np
-from numba import njit, types
+from numba import njit, prange, types
 from numba.extending import intrinsic
 
 BLOCK = 64  # tokens that share one maximum
@@ -408,19 +408,22 @@ def _draw_nucleus(
 
 
 @njit(nogil=True, cache=True)
-def draw_rows(
-    logits: Floats, bits: Ints, streams: np.ndarray, positions: np.ndarray, params: np.ndarray, tokens: np.ndarray
+def _draw_some(
+    logits: Floats,
+    bits: Ints,
+    streams: np.ndarray,
+    positions: np.ndarray,
+    params: np.ndarray,
+    tokens: np.ndarray,
+    first: int,
+    step: int,
 ) -> None:
-    """tokens[i] = the draw of row i, or -1 where the row has no distribution (a NaN, +inf, or only -inf).
-
-    logits float32 / bits int32 [n, vocab]; streams uint64 [n]; positions int64 [n]; params float64 [n, 4]: temperature,
-    top_p, min_p, top_k (0 is off); tokens int64 [n].
-    """
+    """`draw_rows` for rows first, first + step, ..."""
     vocab = logits.shape[1]
     maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
     bounds = np.empty(WIDE, np.float32)
     scratch = (np.empty(vocab + 1, np.int32), np.empty(vocab, np.float32))
-    for i in range(logits.shape[0]):
+    for i in range(first, logits.shape[0], step):
         row, row_bits = logits[i], bits[i]
         temperature, top_p, min_p, top_k = params[i, 0], params[i, 1], params[i, 2], np.int64(params[i, 3])
         key, has_nan = _summary(row_bits, maxima)
@@ -440,6 +443,25 @@ def draw_rows(
         if top_k > 0 or min_p > 0.0:
             floor, last = _survivors(row_bits, maxima, scratch, key, temperature, top_p, min_p, top_k)
         tokens[i] = _race(row, maxima, low, high, peak, temperature, floor, last, bounds)
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def draw_rows(
+    logits: Floats,
+    bits: Ints,
+    streams: np.ndarray,
+    positions: np.ndarray,
+    params: np.ndarray,
+    tokens: np.ndarray,
+    threads: int,
+) -> None:
+    """tokens[i] = the draw of row i, or -1 where the row has no distribution (a NaN, +inf, or only -inf).
+
+    logits float32 / bits int32 [n, vocab]; streams uint64 [n]; positions int64 [n]; params float64 [n, 4]: temperature,
+    top_p, min_p, top_k (0 is off); tokens int64 [n]. Threads take rows in turn.
+    """
+    for thread in prange(threads):
+        _draw_some(logits, bits, streams, positions, params, tokens, thread, threads)
 
 
 @njit(nogil=True, cache=True)

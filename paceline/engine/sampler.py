@@ -33,6 +33,7 @@ except ImportError:  # Numba does not support every platform
     sample_kernels = None
 
 GREEDY_BELOW = 1e-5  # as in vLLM
+PARALLEL = 2**19  # logits of a step from which on waking the other threads costs less than it saves
 
 
 class SamplingState:
@@ -113,6 +114,7 @@ def _draw_kernel(array: np.ndarray, states: list[SamplingState], positions: list
         np.array(positions, np.int64),
         np.array([state.numbers for state in states], np.float64),
         tokens,
+        torch.get_num_threads() if array.size >= PARALLEL else 1,
     )
     return tokens.tolist()
 
