@@ -3,8 +3,8 @@
     python scripts/train_builtin.py                # whatever is still to do, from the last checkpoint on
     python scripts/train_builtin.py --report       # only export and measure the checkpoints that exist
 
-The defaults take about an hour and a quarter on two CPU cores with AVX-512 bfloat16. Stop it whenever you like: it goes on
-from its last checkpoint. Every three minutes the export in `--out` is replaced by the newest state.
+The defaults take about an hour and a quarter on two CPU cores with AVX-512 bfloat16. Stop it whenever you like: it goes
+on from its last checkpoint. Every three minutes the export in `--out` is replaced by the newest state.
 """
 
 import argparse
