@@ -33,14 +33,8 @@ TARGET = RunSpec(
 DRAFT = RunSpec(
     name="coder-draft",
     shape=LlamaShape(hidden=128, layers=1, heads=4, kv_heads=2, intermediate=384, tied=True),
-    tokens=5_500_000,
-    phases=(
-        Phase(0.0, length=256, micro_batches=1, keep_tests=0.4),
-        Phase(0.35, length=512, micro_batches=1, keep_tests=0.3),
-        Phase(0.65, length=1024, micro_batches=1, keep_tests=0.3),
-        Phase(0.88, length=2048, micro_batches=1, keep_tests=0.3),
-    ),
-    decay_from=0.25,
+    tokens=3_500_000,
+    phases=(Phase(0.0, 256, 1, 0.5), Phase(0.80, 512, 1, 0.3), Phase(0.94, 2048, 1, 0.3)),
     embedding_rate=0.03,
 )
 
