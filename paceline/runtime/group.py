@@ -17,8 +17,8 @@ from paceline.runtime.sequence import RunningSequence
 
 HANG_S = 10.0  # a worker that has not moved for so long is killed and started again
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
-MAX_RESTARTS = 3  # in a row, without a step in between
-MAX_CRASHES = 2  # workers that one sequence may be running in when they die
+MAX_RESTARTS = 5  # in a row, without a step in between
+MAX_CRASHES = 3  # workers that die while they run a sequence, which gets nowhere: two may be somebody else's kills
 
 Part = list[tuple[int, Slice, RunningSequence]]  # index in the batch
 Pushes = list[tuple[RunningSequence, SliceOutput, str | None]]
@@ -119,7 +119,7 @@ class WorkerGroup:
         task.add_done_callback(self._tasks.discard)
 
     def _lose_sequences(self) -> None:
-        """Nothing is at the worker any more. A sequence that ran in two that died, and got nowhere between, fails."""
+        """Nothing is at the worker any more. A sequence that ran in three that died, and got nowhere, fails."""
         if self.driver is None:  # other groups are still loading: nothing runs yet
             return
         self.driver.post(Reset(self.index))
