@@ -75,7 +75,6 @@ def test_policies_know_no_clock_and_no_tensors(path):
 def test_nothing_is_unpickled(path):
     assert not {name.split(".")[0] for name in imports(path)} & NEVER
     assert not calls(path) & {"torch.load", "np.load", "numpy.load", "eval", "exec", "__import__"}
-    assert "_pyobj" not in path.read_text(), "pyzmq's pyobj calls unpickle"
 
 
 def test_the_rules_can_fail(tmp_path):

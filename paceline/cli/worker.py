@@ -1,6 +1,6 @@
 """Entry point of a worker process: joins the engine to the runtime's loop. Started by the front end, not by people.
 
-    python -m paceline.cli.worker OPTIONS_JSON ADDRESS
+python -m paceline.cli.worker OPTIONS_JSON DESCRIPTOR
 """
 
 import sys
@@ -36,12 +36,12 @@ def main(arguments: list[str]) -> int:
     options = msgspec.json.decode(arguments[0], type=WorkerOptions)
 
     def load(progress: Callable[[int, int], None]) -> Engine:
-        from paceline.engine.runner import ModelRunner  # torch takes a second: the sockets are connected by then
+        from paceline.engine.runner import ModelRunner  # torch takes a second: heartbeats go by then
 
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name != "path"}
         return ModelRunner.load(Path(options.path), progress=progress, **fields)
 
-    return serve(arguments[1], load)
+    return serve(int(arguments[1]), load)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -51,10 +50,7 @@ class LocalFleet:
         self.observers: list[Observer] = []
         self.draining = False
         self.driver: Driver | None = None
-        self._directory = tempfile.TemporaryDirectory(prefix="paceline-")  # made with mode 0700
-        self.groups = [
-            WorkerGroup(i, m, self._directory.name, self._on_step, on_progress) for i, m in enumerate(models)
-        ]
+        self.groups = [WorkerGroup(i, m, self._on_step, on_progress) for i, m in enumerate(models)]
         self._by_model = {group.config.name: group for group in self.groups}
         self._ids = count(1)
         self._finished: deque[float] = deque(maxlen=64)
@@ -104,7 +100,6 @@ class LocalFleet:
                 group.fail(seq, "the server is shutting down")
         await asyncio.gather(*(group.stop() for group in self.groups))
         self._log.close()
-        self._directory.cleanup()
 
     def _group_config(self, group: WorkerGroup) -> GroupConfig:
         limits = SchedulerConfig(

@@ -54,7 +54,6 @@ class WorkerGroup:
         self,
         index: int,
         config: WorkerConfig,
-        directory: str,
         on_step: Callable[[StepRecord], None],
         on_progress: Callable[[str, int, int], None],
     ) -> None:
@@ -65,7 +64,7 @@ class WorkerGroup:
         self.sequences: dict[str, RunningSequence] = {}
         self.driver: Driver | None = None  # set by the fleet when every group is loaded
         self.settled = asyncio.Event()  # loaded, or failed for good
-        self._directory, self._on_step, self._on_progress = directory, on_step, on_progress
+        self._on_step, self._on_progress = on_step, on_progress
         self._process: WorkerProcess | None = None
         self._flying: dict[int, Flight] = {}
         self._held: list[Batch] = []  # composed while there was no worker
@@ -78,8 +77,7 @@ class WorkerGroup:
 
     async def start(self) -> None:
         command = self.config.command(self.info.num_blocks if self.info else None)
-        name = f"{self.index}-{time.monotonic_ns()}"
-        self._process = WorkerProcess(command, self._directory, name, self._on_message, self._on_exit)
+        self._process = WorkerProcess(command, self._on_message, self._on_exit)
         try:
             await self._process.start()
         except OSError as error:

@@ -8,7 +8,6 @@ import signal
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -364,9 +363,9 @@ async def test_a_model_that_does_not_load_says_why():
         await running.stop()
 
 
-async def test_sockets_are_private(tmp_path):
-    async with fleet() as running:
-        directory = Path(running._directory.name)
-        assert directory.stat().st_mode & 0o777 == 0o700
-        assert len(list(directory.iterdir())) == 2
-    assert not directory.exists()
+async def test_a_worker_ends_with_its_front_end():
+    async with fleet(delay=0.05) as running:
+        process = running.groups[0]._process
+        process.on_exit = lambda code: None  # not to be started again
+        process._channel.close()
+        assert await asyncio.wait_for(process.process.wait(), 5) in (0, 3)

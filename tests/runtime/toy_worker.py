@@ -78,4 +78,4 @@ if __name__ == "__main__":
             progress(1, 1)
             return ToyEngine(**options)
 
-    sys.exit(serve(sys.argv[2], load))
+    sys.exit(serve(int(sys.argv[2]), load))

@@ -1,0 +1,75 @@
+"""Both ends of the socket pair between the front end and a worker: messages are a length (4 bytes) and msgpack.
+
+Plain sockets rather than a message library: its I/O threads cost two more wake-ups each way, and on two busy cores
+each of them may wait for a core (docs/log.md).
+"""
+
+import asyncio
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import cast
+
+LENGTH = struct.Struct("<I")
+
+
+def pack(frame: bytes) -> bytes:
+    return LENGTH.pack(len(frame)) + frame
+
+
+class FrontEnd(asyncio.Protocol):
+    """The event loop's end. `closed` is set when the other end is gone and everything it said was delivered."""
+
+    def __init__(self, receive: Callable[[bytes], None]) -> None:
+        self.closed = asyncio.Event()
+        self._receive = receive
+        self._buffer = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+
+    def send(self, frame: bytes) -> None:
+        """Never blocks. What is sent to a dead process is dropped: its exit is about to be seen."""
+        if self._transport and not self._transport.is_closing():
+            self._transport.write(pack(frame))
+
+    def close(self) -> None:
+        if self._transport:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= LENGTH.size:
+            end = LENGTH.size + LENGTH.unpack_from(self._buffer)[0]
+            if len(self._buffer) < end:
+                return
+            frame = bytes(self._buffer[LENGTH.size : end])
+            del self._buffer[:end]
+            self._receive(frame)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set()
+
+
+class WorkerEnd:
+    """The worker's end: blocks. Any thread may send."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._socket = socket.socket(fileno=descriptor)
+        self._socket.set_inheritable(False)
+        self._file = self._socket.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, frame: bytes) -> None:
+        """Raises OSError when the front end is gone."""
+        with self._sending:
+            self._socket.sendall(pack(frame))
+
+    def receive(self) -> bytes | None:
+        """The next message; None when the front end is gone."""
+        head = self._file.read(LENGTH.size)
+        if len(head) < LENGTH.size:
+            return None
+        return self._file.read(LENGTH.unpack(head)[0])
