@@ -1,24 +1,23 @@
-"""Causal attention of one step's slices over the paged KV cache.
+"""Rotary embedding, the paged KV cache and causal attention of one step's slices.
 
-Everything that depends on the step and not on the layer (rows, gathered blocks, masks) is made once, in `plan_step`.
+Everything that depends on the step and not on the layer (rows, block tables, masks) is made once, in `plan_step`.
 Slices of few tokens (decodes, verifications) are rows of one batched operation; longer ones (prompt chunks) run one by
-one, each over its own gathered keys and values. Query heads that share a key-value head are handled without copies.
+one. Query heads that share a key-value head are handled without copies. On CPU our own kernels read keys and values
+where they lie (`kernels.py`); elsewhere torch's attention gets them gathered.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.engine.config import ModelConfig
 from paceline.engine.kv_cache import KVCache, block_rows, token_rows
-
-try:
-    from paceline.engine import cpu_attention
-except (ImportError, ValueError):  # no Numba or no OpenMP layer for it: keys and values are gathered instead
-    cpu_attention = None
+from paceline.engine.linear import Norm, kernels
+from paceline.engine.rope import rotate_
 
 SHORT = 8  # slices of up to this many tokens are treated as rows
 
@@ -38,9 +37,10 @@ class Chunk:
     begin: int
     end: int
     start: int  # the first row's position
-    first: int  # a multiple of the block size: what lies before is outside the window
-    index: Tensor  # of KVCache.gather
-    mask: Tensor | None  # [rows, tokens] float32, 0 or -inf; None: causal, all tokens from 0
+    table: Tensor  # [blocks]
+    first: int = 0  # where keys are gathered: a multiple of the block size; what lies before is outside the window
+    index: Tensor | None = None  # of KVCache.gather
+    mask: Tensor | None = None  # [rows, tokens] float32, 0 or -inf; None: causal, all tokens from 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,26 @@ class StepPlan:
     """One step's metadata. Chunks and rows are kept by window size, since layers may differ in it."""
 
     positions: Tensor  # [tokens]
-    rows_written: Tensor  # of KVCache.write
+    rows_written: Tensor  # [tokens * kv_heads], of KVCache.write
     chunks: dict[int | None, list[Chunk]]
     rows: dict[int | None, Rows | None]
+
+
+    def lines(self) -> tuple[np.ndarray, np.ndarray]:
+        """The plan as `kernels.decoder_layers` takes it: addresses and sizes by window (None first), and by chunk."""
+        plans = np.zeros((len(self.rows), kernels.PLAN_FIELDS), np.int64)
+        for line, (window, rows) in zip(plans, sorted(self.rows.items(), key=lambda item: item[0] or 0), strict=True):
+            line[kernels.WINDOW] = window or 0
+            if rows is not None:
+                tensors = (rows.index, rows.table, rows.low, rows.high)
+                line[kernels.ROW_INDEX], line[kernels.ROW_TABLE], line[kernels.ROW_LOW], line[kernels.ROW_HIGH] = (
+                    tensor.data_ptr() for tensor in tensors
+                )
+                line[kernels.ROW_WIDTH], line[kernels.ROW_COUNT] = rows.table.shape[1], rows.table.shape[0]
+                line[kernels.ROW_LONGEST] = int((rows.high - rows.low).max())
+        chunks = next(iter(self.chunks.values()))
+        whole = [(c.begin, c.end - c.begin, c.start, c.table.data_ptr()) for c in chunks]
+        return plans, np.array(whole, np.int64).reshape(-1, kernels.CHUNK_FIELDS)
 
 
 def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, device: str = "cpu") -> StepPlan:
@@ -93,13 +110,16 @@ def _plan_chunk(
 ) -> Chunk:
     start, length, blocks = span
     stop = start + length
+    table = torch.tensor(blocks[: -(-stop // block_size)])
+    if _tiled(device):
+        return Chunk(begin, begin + length, start, table)
     windowed = window is not None and window < stop
     first = max(0, start - window + 1) // block_size if windowed else 0
-    index = block_rows(torch.tensor(blocks[first : -(-stop // block_size)]), kv_heads).flatten()
+    index = block_rows(table[first:], kv_heads).flatten().to(device)
     first *= block_size
     # Without a window a causal chunk is computed in two parts on CPU, and needs no mask.
     mask = _mask(start, length, first, window) if windowed or (start > 0 and device != "cpu") else None
-    return Chunk(begin, begin + length, start, first, index.to(device), None if mask is None else mask.to(device))
+    return Chunk(begin, begin + length, start, table, first, index, None if mask is None else mask.to(device))
 
 
 def _mask(start: int, length: int, first: int, window: int | None) -> Tensor:
@@ -137,22 +157,97 @@ def _plan_rows(
 
 
 def _in_place(device: str) -> bool:
-    return cpu_attention is not None and torch.device(device).type == "cpu"
+    return kernels is not None and torch.device(device).type == "cpu"
 
 
-def attend(queries: Tensor, cache: KVCache, layer: int, window: int | None, plan: StepPlan) -> Tensor:
-    """Queries [tokens, heads, head_dim], whose own keys and values are in the cache, to outputs of that shape."""
-    out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    for chunk in plan.chunks[window]:
-        out[chunk.begin : chunk.end] = _chunk(queries[chunk.begin : chunk.end], cache, layer, chunk)
+def _tiled(device: str) -> bool:
+    return _in_place(device) and kernels.HAS_AVX512
+
+
+def attend(
+    heads: Tensor,
+    turns: Tensor,
+    norms: tuple[Norm, Norm] | None,
+    cache: KVCache,
+    layer: int,
+    window: int | None,
+    plan: StepPlan,
+) -> Tensor:
+    """heads [tokens, (heads + 2 kv_heads) head_dim]: queries, keys and values as projected (changed in place).
+
+    Norms queries and keys if the model does, rotates them by `turns` [tokens, 1, head_dim / 2], stores keys and values;
+    returns what the queries attend to, [tokens, heads * head_dim].
+    """
+    count, kv, dims = heads.shape[0], cache.kv_heads, cache.head_dim
     rows = plan.rows[window]
+    split = heads.view(count, -1, dims)
+    queries = split[:, : split.shape[1] - 2 * kv]
+    if _in_place(heads.device):
+        _store_in_place(heads, turns, norms, cache, layer, plan)
+    else:
+        _store(split, turns, norms, cache, layer, plan)
+    out = torch.empty(count, queries.shape[1] * dims, device=heads.device)
+    for chunk in plan.chunks[window]:
+        if chunk.index is None:
+            _chunk_in_place(heads, cache, layer, window, chunk, out)
+        else:
+            part = queries[chunk.begin : chunk.end]
+            out[chunk.begin : chunk.end] = _chunk(part, cache, layer, chunk).flatten(1)
     if rows is None:
         return out
     if rows.mask is None:
-        _rows_in_place(queries.index_select(0, rows.index), cache, layer, rows, out)
+        _rows_in_place(heads, cache, layer, rows, out)
     else:
-        out.index_copy_(0, rows.index, _rows_gathered(queries.index_select(0, rows.index), cache, layer, rows))
+        some = queries.index_select(0, rows.index)
+        out.index_copy_(0, rows.index, _rows_gathered(some, cache, layer, rows).flatten(1))
     return out
+
+
+def _store(
+    split: Tensor, turns: Tensor, norms: tuple[Norm, Norm] | None, cache: KVCache, layer: int, plan: StepPlan
+) -> None:
+    kv, dims = cache.kv_heads, cache.head_dim
+    queries, keys, values = split.split((split.shape[1] - 2 * kv, kv, kv), dim=1)
+    if norms is not None:
+        for part, norm in zip((queries, keys), norms, strict=True):
+            part.copy_(F.rms_norm(part, (dims,), norm.weight, norm.eps))
+    rotate_(split[:, :-kv], turns)
+    cache.write(layer, plan.rows_written, keys, values)
+
+
+def _store_in_place(
+    heads: Tensor, turns: Tensor, norms: tuple[Norm, Norm] | None, cache: KVCache, layer: int, plan: StepPlan
+) -> None:
+    kv, dims = cache.kv_heads, cache.head_dim
+    weights, eps = norm_addresses(norms), 0.0 if norms is None else norms[0].eps
+    kernels.rotate_and_store(
+        heads.data_ptr(), heads.shape[0], heads.shape[1] // dims - 2 * kv, kv, dims, *weights, eps, turns.data_ptr(),
+        plan.rows_written.data_ptr(), *cache.addresses[layer], kernels.num_threads(),
+    )  # fmt: skip
+
+
+def norm_addresses(norms: tuple[Norm, Norm] | None) -> tuple[int, int]:
+    return (0, 0) if norms is None else (norms[0].weight.data_ptr(), norms[1].weight.data_ptr())
+
+
+def _chunk_in_place(
+    heads: Tensor, cache: KVCache, layer: int, window: int | None, chunk: Chunk, out: Tensor
+) -> None:
+    stride, kv, dims = heads.stride(0) * 4, cache.kv_heads, cache.head_dim
+    kernels.attend_chunk(
+        heads.data_ptr() + chunk.begin * stride, stride, chunk.end - chunk.begin, chunk.start, chunk.table.data_ptr(),
+        *cache.addresses[layer], out.shape[1] // dims // kv, kv, cache.block_size, dims, window or 0, dims**-0.5,
+        out.data_ptr() + chunk.begin * out.stride(0) * 4, out.stride(0) * 4, kernels.num_threads(),
+    )  # fmt: skip
+
+
+def _rows_in_place(heads: Tensor, cache: KVCache, layer: int, rows: Rows, out: Tensor) -> None:
+    kv, dims = cache.kv_heads, cache.head_dim
+    kernels.attend_rows(
+        heads.data_ptr(), heads.stride(0) * 4, *cache.addresses[layer], rows.index.data_ptr(), rows.table.data_ptr(),
+        rows.table.shape[1], rows.low.data_ptr(), rows.high.data_ptr(), rows.index.shape[0], dims**-0.5,
+        out.shape[1] // dims // kv, kv, cache.block_size, dims, kernels.num_threads(), out.data_ptr(),
+    )  # fmt: skip
 
 
 def _chunk(queries: Tensor, cache: KVCache, layer: int, chunk: Chunk) -> Tensor:
@@ -180,16 +275,6 @@ def _in_two_parts(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> 
     return own.lerp_(before, torch.sigmoid(before_lse - own_lse)[..., None])
 
 
-def _rows_in_place(queries: Tensor, cache: KVCache, layer: int, rows: Rows, out: Tensor) -> None:
-    keys, values = cache.flat[layer]
-    head_dim = queries.shape[2]
-    cpu_attention.attend_rows(
-        queries.flatten(1).numpy(), keys.numpy(), values.numpy(), rows.index.numpy(), rows.table.numpy(),
-        rows.low.numpy(), rows.high.numpy(), head_dim**-0.5, cache.kv_heads, cache.block_size, head_dim,
-        torch.get_num_threads(), out.view(out.shape[0], -1).numpy(),
-    )  # fmt: skip
-
-
 def _rows_gathered(queries: Tensor, cache: KVCache, layer: int, rows: Rows) -> Tensor:
     """Queries [rows, heads, head_dim], one token each: the heads of a group are the rows of one small product."""
     count, heads, head_dim = queries.shape
@@ -202,8 +287,10 @@ def _rows_gathered(queries: Tensor, cache: KVCache, layer: int, rows: Rows) -> T
 
 
 def working_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:
-    """The most that `attend` holds at once: gathered keys and values of a chunk, its parts and masks."""
+    """The most that `attend` holds at once: the threads' blocks; or gathered keys and values, parts and masks."""
     chunk = min(max_batch_tokens, context)
+    if _tiled("cpu"):
+        return 4 * kernels.num_threads() * kernels.block_floats(config.heads // config.kv_heads, config.head_dim)
     gathered = 2 * config.kv_heads * config.head_dim * context
     parts = 3 * chunk * config.heads * config.head_dim
     windows = [window for window in set(config.windows) if window is not None]
@@ -214,8 +301,9 @@ def working_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> i
 def warm_up(config: ModelConfig, block_size: int, device: str = "cpu") -> None:
     """Runs a chunk, a chunk at a context, and rows once over a pool of one layer."""
     small = KVCache(config, 2, block_size, device)
-    queries = torch.zeros(SHORT + 2, config.heads, config.head_dim, device=device)
+    heads = torch.zeros(SHORT + 2, (config.heads + 2 * config.kv_heads) * config.head_dim, device=device)
+    turns = torch.zeros(SHORT + 2, 1, config.head_dim // 2, dtype=torch.complex64, device=device)
     for start, length in ((0, SHORT + 1), (SHORT + 1, SHORT + 1), (0, 1)):
         blocks = [0, 1] * (2 * SHORT + 2)
         plan = plan_step([SliceSpan(start, length, blocks)], config, block_size, device)
-        attend(queries[:length], small, 0, config.windows[0], plan)
+        attend(heads[:length], turns[:length], None, small, 0, config.windows[0], plan)

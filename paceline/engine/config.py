@@ -100,15 +100,22 @@ class ModelConfig:
         """Bytes of key and value in all layers, in float32."""
         return 2 * 4 * self.layers * self.kv_heads * self.head_dim
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the weights that are held, in float32: all but the embedding table, which stays in its file."""
+    def weight_bytes(self, quantization: str = "none") -> int:
+        """Bytes of the weights that are held: all but the embedding table, which stays in its file.
+
+        Matrices are float32, or with "int8" a byte an element, a scale and a sum a row; the rest is float32.
+        """
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         matrices = self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
+        rows = queries + 2 * keys + 2 * self.hidden + 2 * self.intermediate
         biases = (queries + 2 * keys) * self.qkv_bias + self.hidden * self.out_bias
         biases += (2 * self.intermediate + self.hidden) * self.mlp_bias
         norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
-        return 4 * (self.layers * (matrices + biases + norms) + self.hidden * (self.vocab_size + 1))
+        elements = self.layers * matrices + self.hidden * self.vocab_size
+        vectors = 4 * (self.layers * (biases + norms) + self.hidden)
+        if quantization == "int8":
+            return elements + 8 * (self.layers * rows + self.vocab_size) + vectors
+        return 4 * elements + vectors
 
     @staticmethod
     def load(path: Path | str) -> "ModelConfig":

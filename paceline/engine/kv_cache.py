@@ -26,11 +26,12 @@ class KVCache:
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu"):
         shape = (config.layers, 2, num_blocks, config.kv_heads, block_size, config.head_dim)
         self.pool = torch.empty(shape, dtype=torch.float32, device=device).zero_()
-        self.num_blocks, self.block_size, self.kv_heads = num_blocks, block_size, config.kv_heads
-        # Views of each layer's keys and values, made once: all of it, by row, and by the rows of a head in a block.
-        self.flat = [(layer[0].view(-1), layer[1].view(-1)) for layer in self.pool]
-        self.rows = [tuple(part.view(-1, config.head_dim) for part in layer) for layer in self.flat]
-        self.head_blocks = [tuple(part.view(-1, block_size * config.head_dim) for part in layer) for layer in self.flat]
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        # Each layer's keys and values, made once: by row, by the rows of a head in a block, and as addresses.
+        self.rows = [tuple(part.view(-1, config.head_dim) for part in layer) for layer in self.pool]
+        self.head_blocks = [tuple(part.view(-1, block_size * config.head_dim) for part in layer) for layer in self.pool]
+        self.addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.pool]
 
     @property
     def nbytes(self) -> int:

@@ -1,93 +1,216 @@
-"""Linear layers whose weights are packed once for products of few rows.
+"""Linear layers whose weights are packed once for products of few rows, with what comes before and after them.
 
-A plain product of 8 rows costs several times that of one, though both read the same weights (papers/sarathi.md).
-torch's own oneDNN and MKL operators take weights in a blocked layout and repair most of that; the packed copy replaces
-the plain one in memory. Which is better depends on the processor. Measured with torch 2.13 on two cores of an AMD
-EPYC (Zen 4), weight [16384, 2048], ms: 8 rows plain 37.6, MKL 30.1, oneDNN 8.0; 512 rows 209, 203, 161. On an Intel
-machine with half the weight: 8 rows 11.8, 4.9, 5.5; 512 rows 113, 101, 143. So MKL is taken on Intel, oneDNN elsewhere:
-a rule and not a timing, so that the same machine always gives the same bits.
+A plain product of 8 rows costs several times that of one, though both read the same weights (papers/sarathi.md). The
+packed copy replaces the plain one in memory. Kinds, best first: our own kernels where the processor has AVX-512
+(`kernels.py`); torch's oneDNN and MKL operators, which take weights in a blocked layout; the plain product on a GPU.
+Which of torch's two is better depends on the processor. Measured with torch 2.13 on two cores of an AMD EPYC (Zen 4),
+weight [16384, 2048], ms: 8 rows plain 37.6, MKL 30.1, oneDNN 8.0; 512 rows 209, 203, 161. On an Intel machine with half
+the weight: 8 rows 11.8, 4.9, 5.5; 512 rows 113, 101, 143. So MKL is taken on Intel, oneDNN elsewhere: a rule and not a
+timing, so that the same machine always gives the same bits.
 """
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# Rows the packing is told to expect; the result holds for any number. oneDNN: 32 and 256 measured alike, 1 was 1.5
-# times slower at 8 rows.
+try:
+    from paceline.engine import kernels
+except (ImportError, ValueError):  # no Numba or no OpenMP layer for it
+    kernels = None
+
+# Rows the packing of torch's operators is told to expect; the result holds for any number. oneDNN: 32 and 256 measured
+# alike, 1 was 1.5 times slower at 8 rows.
 PACK_ROWS = 32
+QUANTIZATIONS = ("none", "int8")
 
 
-class OneDNNLinear:
-    """y = x W^T + b with W in oneDNN's layout for this processor."""
+class Norm(NamedTuple):
+    """Root mean square norm of a layer's input."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    weight: Tensor  # [in]
+    eps: float
+
+
+class Linear(Protocol):
+    """y = f(norm(x) W^T + b). With a gate, W is [2 out, in] and f(g, v) = silu(g) * v of its halves' products."""
+
+    kind: str  # key of KINDS
+    nbytes: int  # of the weights as they are read
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
+        """x [rows, in] to [rows, out], float32; added to `add_to` in place if that is given (never with a gate)."""
+        ...
+
+
+class StockLinear:
+    """A product by torch's operators between torch's other operators."""
+
+    kind = "plain"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, gated: bool):
+        self.bias, self.gated = bias, gated
+        self.nbytes = weight.numel() * weight.element_size()
+        self.pack(weight)
+
+    def pack(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def product(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
+        if norm is not None:
+            x = F.rms_norm(x, x.shape[1:], norm.weight, norm.eps)
+        y = self.product(x)
+        if self.gated:
+            gate, value = y.chunk(2, dim=1)
+            y = F.silu(gate).mul_(value)
+        return y if add_to is None else add_to.add_(y)
+
+
+class OneDNNLinear(StockLinear):
+    """W in oneDNN's layout for this processor."""
+
+    kind = "onednn"
+
+    def pack(self, weight: Tensor) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-        self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in] to [rows, out], float32."""
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+    def product(self, x: Tensor) -> Tensor:
+        """oneDNN runs 4 rows faster than 1 or 2 (5.6, 8.1 and 9.5 ms for [16384, 2048]), and compiles a kernel for
+        every new row count (about 1 ms a shape, 1024 are kept), so counts are rounded up."""
+        rows = x.shape[0]
+        step = 4 if rows <= 32 else 8
+        pad = -rows % step
+        x = F.pad(x, (0, 0, 0, pad)) if pad else x
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")[:rows]
 
 
-class MKLLinear:
-    """y = x W^T + b with W in MKL's packed layout."""
+class MKLLinear(StockLinear):
+    """W in MKL's packed layout."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    kind = "mkl"
+
+    def pack(self, weight: Tensor) -> None:
         self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         # The operator wants the plain weight too, but reads only its shape as long as the row count it is told
         # equals x's: a tensor of that shape without memory.
         self.shape_only = torch.empty(1).expand(weight.shape)
-        self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in] to [rows, out], float32."""
+    def product(self, x: Tensor) -> Tensor:
         return torch.ops.mkl._mkl_linear(x, self.packed, self.shape_only, self.bias, x.shape[0])
 
 
-class PlainLinear:
-    """y = x W^T + b with W as it came: on a GPU, and where torch was built with neither library."""
+class Int8Linear(StockLinear):
+    """W as int8 with a scale a row of W, x as int8 with a scale a row of x, rounded to nearest: exact in int32.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        self.weight, self.bias = weight, bias
+    Only by a row's own scale does its result not depend on what else is in the batch.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in] to [rows, out]."""
-        return F.linear(x, self.weight, self.bias)
+    kind = "int8"
+
+    def pack(self, weight: Tensor) -> None:
+        quantized, self.scale = quantize(weight)
+        self.quantized = quantized.t()
+        self.nbytes = weight.numel()
+
+    def product(self, x: Tensor) -> Tensor:
+        quantized, scale = quantize(x)
+        y = torch._int_mm(quantized, self.quantized).float() * (self.scale * scale[:, None])
+        return y if self.bias is None else y + self.bias
 
 
-Linear = OneDNNLinear | MKLLinear | PlainLinear
-LINEARS: dict[str, Callable[[Tensor, Tensor | None], Linear]] = {
-    "onednn": OneDNNLinear,
-    "mkl": MKLLinear,
-    "plain": PlainLinear,
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, n] float32 to int8 of that shape and scales [rows]: row = int8 * scale, the largest of a row is 127."""
+    peak = rows.abs().amax(dim=1)
+    inverse = torch.where(peak > 0, 127.0 / peak, 0.0)
+    return (rows * inverse[:, None]).round_().to(torch.int8), peak / 127.0
+
+
+class TiledLinear:
+    """Our own kernel: W in panels of 32 outputs, [panels, in, 32]; gates and their values alternate by 16."""
+
+    kind = "tiled"
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, gated: bool):
+        self.gated, self.inner = gated, weight.shape[1]
+        self.outer = weight.shape[0] // 2 if gated else weight.shape[0]
+        self.bias = self._panels(torch.zeros(weight.shape[0]) if bias is None else bias)
+        self.pack(self._panels(weight))
+
+    def _panels(self, rows: Tensor) -> Tensor:
+        """[out, ...] to [panels, 32, ...], filled up with zeros."""
+        halves = rows.chunk(2) if self.gated else (rows,)
+        width = kernels.COLUMNS // len(halves)
+        pad = -self.outer % width
+        filled = [F.pad(half.unflatten(0, (1, -1)), (0, 0) * (rows.ndim - 1) + (0, pad))[0] for half in halves]
+        return torch.cat([half.unflatten(0, (-1, width)) for half in filled], dim=1)
+
+    def pack(self, panels: Tensor) -> None:
+        self.packed, self.scale = panels.transpose(1, 2).contiguous(), None
+        self.nbytes = self.packed.numel() * 4
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the weights, their scales (0 without) and the bias."""
+        scale = 0 if self.scale is None else self.scale.data_ptr()
+        return self.packed.data_ptr(), scale, self.bias.data_ptr()
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
+        rows, threads = x.shape[0], kernels.num_threads()
+        out = torch.empty(rows, self.outer) if add_to is None else add_to
+        kind = kernels.GATE if self.gated else kernels.STORE if add_to is None else kernels.ADD
+        weight, eps = (0, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+        space, own_space = kernels.spaces(rows, self.inner, threads)
+        kernels.linear(
+            x.data_ptr(), x.stride(0) * 4, weight, eps, rows, self.inner, *self.addresses, self.outer, kind,
+            out.data_ptr(), out.stride(0) * 4, kernels.workspace(space), own_space, threads,
+        )  # fmt: skip
+        return out
+
+
+class TiledInt8Linear(TiledLinear):
+    """`Int8Linear` by our own kernel (VNNI): [panels, in / 4, 32, 4]. The same integers, so the same sums."""
+
+    kind = "tiled_int8"
+
+    def pack(self, panels: Tensor) -> None:
+        quantized, scale = quantize(panels.flatten(0, 1))
+        self.nbytes = quantized.numel()
+        self.packed = quantized.view(-1, kernels.COLUMNS, self.inner // 4, 4).transpose(1, 2).contiguous()
+        excess = quantized.sum(dim=1, dtype=torch.int32) * 128
+        self.scale = torch.stack([scale, excess.view(torch.float32)])
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor | None, bool], Linear]] = {
+    cls.kind: cls for cls in (TiledLinear, TiledInt8Linear, OneDNNLinear, MKLLinear, StockLinear, Int8Linear)
 }
 
 
-def best_kind(device: str) -> str:
-    """The key of LINEARS for this machine."""
+def best_kind(device: str, quantization: str = "none") -> str:
+    """The key of KINDS for this machine."""
     if device != "cpu":
         return "plain"
-    intel = "GenuineIntel" in _processor()
-    order = ("mkl", "onednn") if intel else ("onednn", "mkl")
+    if quantization == "int8":
+        return "tiled_int8" if kernels is not None and kernels.HAS_VNNI else "int8"
+    if kernels is not None and kernels.HAS_AVX512:
+        return "tiled"
+    order = ("mkl", "onednn") if "GenuineIntel" in _processor() else ("onednn", "mkl")
     available = {"mkl": torch.backends.mkl.is_available(), "onednn": torch.backends.mkldnn.is_available()}
     return next((kind for kind in order if available[kind]), "plain")
+
+
+def make_linear(kind: str, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Linear:
+    """Packs weight [out, in] (with a gate [2 out, in]); an inner dimension that tiles cannot take goes to torch."""
+    if kind.startswith("tiled") and weight.shape[1] % 8:
+        kind = "int8" if kind == "tiled_int8" else "plain"
+    return KINDS[kind](weight, bias, gated)
 
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else ""
-
-
-def padded_rows(rows: int, kind: str) -> int:
-    """How many rows a step is padded to.
-
-    oneDNN runs 4 rows faster than 1 or 2 (5.6, 8.1 and 9.5 ms for [16384, 2048]), and compiles a kernel for every
-    new row count (about 1 ms for each layer shape, 1024 are kept), so counts are rounded up.
-    """
-    if kind != "onednn":
-        return rows
-    step = 4 if rows <= 32 else 8
-    return -(-rows // step) * step

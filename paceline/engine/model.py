@@ -8,15 +8,16 @@ a device; it was run and measured on CPU only.
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.engine.attention import StepPlan, attend
+from paceline.engine.attention import StepPlan, attend, norm_addresses
 from paceline.engine.config import ModelConfig
 from paceline.engine.kv_cache import KVCache
-from paceline.engine.linear import LINEARS, Linear, best_kind, padded_rows
-from paceline.engine.rope import frequencies, interleave, rotate_, rotations
+from paceline.engine.linear import Linear, Norm, TiledLinear, best_kind, kernels, make_linear
+from paceline.engine.rope import frequencies, interleave, rotations
 from paceline.engine.weights import Checkpoint
 
 Progress = Callable[[int, int], None]  # bytes loaded, bytes in all
@@ -27,16 +28,15 @@ IGNORED = ("rotary_emb.inv_freq", "masked_bias", "lm_head.weight")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder layer. Query and key rows of `qkv` (and their norms) are interleaved for `rotate_`."""
+    """One decoder layer. Query and key rows of `qkv` (and their norms) are interleaved for the rotation."""
 
     qkv: Linear  # hidden -> (heads + 2 kv_heads) head_dim
     out: Linear  # heads head_dim -> hidden
-    gate_up: Linear  # hidden -> 2 intermediate
+    gate_up: Linear  # hidden -> intermediate, gated
     down: Linear  # intermediate -> hidden
-    input_norm: Tensor  # [hidden]
-    post_norm: Tensor  # [hidden]
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
+    input_norm: Norm  # [hidden]
+    post_norm: Norm  # [hidden]
+    head_norms: tuple[Norm, Norm] | None  # of queries and keys, [head_dim]
 
 
 class Embedding:
@@ -59,64 +59,70 @@ class Embedding:
 class Decoder:
     """A model's weights and its forward pass."""
 
-    def __init__(self, config: ModelConfig, embedding: Embedding, layers: list[Layer], norm: Tensor, head: Linear):
+    def __init__(self, config: ModelConfig, embedding: Embedding, layers: list[Layer], norm: Norm, head: Linear):
         self.config, self.embedding, self.layers, self.norm, self.head = config, embedding, layers, norm, head
         self.inv_freq, self.rope_factor = frequencies(config.rope, config.head_dim)
-        self.inv_freq = self.inv_freq.to(norm.device)
-        self.kind = next(kind for kind, cls in LINEARS.items() if isinstance(head, cls))
+        self.inv_freq = self.inv_freq.to(norm.weight.device)
+        self.addresses = self._addresses()
 
-    def forward(
-        self, tokens: Tensor, plan: StepPlan, cache: KVCache, tick: Callable[[], None] = lambda: None
-    ) -> Tensor:
-        """Token ids [tokens] to hidden states [tokens, hidden] before the last norm; writes their keys and values."""
-        count = tokens.shape[0]
+    def _addresses(self) -> np.ndarray | None:
+        """A line of `kernels.decoder_layers` for each layer; None where its kernels cannot run all of them."""
+        windows = sorted(set(self.config.windows), key=lambda window: window or 0)
+        lines = []
+        for layer, window in zip(self.layers, self.config.windows, strict=True):
+            parts = (layer.qkv, layer.out, layer.gate_up, layer.down)
+            if not all(isinstance(part, TiledLinear) for part in parts):
+                return None
+            line = [address for part in parts for address in part.addresses]
+            line += [layer.input_norm.weight.data_ptr(), layer.post_norm.weight.data_ptr()]
+            line += [*norm_addresses(layer.head_norms), 0, 0, windows.index(window)]
+            lines.append(line)
+        return np.array(lines, np.int64)
+
+    def forward(self, tokens: Tensor, plan: StepPlan, cache: KVCache, progress: np.ndarray) -> Tensor:
+        """Token ids [tokens] to hidden states [tokens, hidden] before the last norm; writes their keys and values.
+
+        progress[0] counts layers, for those who watch from another thread.
+        """
         x = self.embedding(tokens)
-        pad = padded_rows(count, self.kind) - count
-        if pad:
-            x = F.pad(x, (0, 0, 0, pad))
         turns = rotations(self.inv_freq, self.rope_factor, plan.positions)
+        if self.addresses is not None:
+            self._run_fused(x, turns, plan, cache, progress)
+            return x
         for index, layer in enumerate(self.layers):
-            normed = F.rms_norm(x, x.shape[1:], layer.input_norm, self.config.norm_eps)
-            x += self._attention(index, layer, normed, turns, plan, cache)
-            normed = F.rms_norm(x, x.shape[1:], layer.post_norm, self.config.norm_eps)
-            x += self._mlp(layer, normed)
-            tick()
-        return x[:count]
+            heads = layer.qkv(x, layer.input_norm)
+            mixed = attend(heads, turns, layer.head_norms, cache, index, self.config.windows[index], plan)
+            layer.out(mixed, add_to=x)
+            layer.down(layer.gate_up(x, layer.post_norm), add_to=x)
+            progress[0] += 1
+        return x
+
+    def _run_fused(self, x: Tensor, turns: Tensor, plan: StepPlan, cache: KVCache, progress: np.ndarray) -> None:
+        """The same layers in one call of our kernels, bit for bit."""
+        config, rows, threads = self.config, x.shape[0], kernels.num_threads()
+        sizes = (config.heads + 2 * config.kv_heads) * config.head_dim, config.heads * config.head_dim
+        heads, mixed, inside = (torch.empty(rows, size) for size in (*sizes, config.intermediate))
+        space, own_space = kernels.spaces(rows, max(config.hidden, config.intermediate, sizes[1]), threads)
+        layers = self.addresses.copy()
+        layers[:, kernels.LAYER_KEYS : kernels.LAYER_VALUES + 1] = cache.addresses
+        plans, chunks = plan.lines()
+        tensors = (x, turns, plan.rows_written, heads, mixed, inside)
+        memory = [*(tensor.data_ptr() for tensor in tensors), kernels.workspace(space), progress.ctypes.data]
+        shape = (config.hidden, config.intermediate, config.heads, config.kv_heads, config.head_dim, cache.block_size)
+        kernels.decoder_layers(
+            rows, config.norm_eps, layers, np.array(shape), plans, chunks, np.array(memory), own_space, threads
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [rows, hidden] before the last norm to logits [rows, vocab] float32."""
-        rows = hidden.shape[0]
-        x = F.rms_norm(hidden, hidden.shape[1:], self.norm, self.config.norm_eps)
-        pad = padded_rows(rows, self.kind) - rows
-        return self.head(F.pad(x, (0, 0, 0, pad)) if pad else x)[:rows].float()
-
-    def _attention(
-        self, index: int, layer: Layer, x: Tensor, turns: Tensor, plan: StepPlan, cache: KVCache
-    ) -> Tensor:
-        config, count = self.config, turns.shape[0]
-        heads = layer.qkv(x).unflatten(1, (-1, config.head_dim))  # [padded tokens, heads + 2 kv_heads, head_dim]
-        queries, keys, values = heads[:count].split((config.heads, config.kv_heads, config.kv_heads), dim=1)
-        if layer.q_norm is not None:
-            queries = F.rms_norm(queries, (config.head_dim,), layer.q_norm, config.norm_eps)
-            keys = F.rms_norm(keys, (config.head_dim,), layer.k_norm, config.norm_eps)
-            rotate_(queries, turns)
-            rotate_(keys, turns)
-        else:
-            rotate_(heads[:count, : config.heads + config.kv_heads], turns)
-        cache.write(index, plan.rows_written, keys, values)
-        mixed = attend(queries, cache, index, config.windows[index], plan).flatten(1)
-        return layer.out(F.pad(mixed, (0, 0, 0, x.shape[0] - count)) if x.shape[0] > count else mixed)
-
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = layer.gate_up(x).chunk(2, dim=1)
-        return layer.down(F.silu(gate).mul_(up))
+        return self.head(hidden, self.norm).float()
 
 
 class _Loader:
     """Builds a Decoder from a checkpoint, tensor by tensor: never more than one fused layer is held twice."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: str, kind: str, progress: Progress):
-        self.checkpoint, self.config, self.device, self.linear = checkpoint, config, device, LINEARS[kind]
+        self.checkpoint, self.config, self.device, self.kind = checkpoint, config, device, kind
         self.progress, self.done = progress, 0
 
     def read(self, name: str, *shape: int, pairs: int = 0) -> Tensor:
@@ -126,7 +132,10 @@ class _Loader:
         self.progress(self.done, self.checkpoint.total_bytes)
         return interleave(value, pairs) if pairs else value
 
-    def fused(self, parts: list[tuple[str, int, int]], columns: int, bias: bool) -> Linear:
+    def norm(self, name: str, width: int, pairs: int = 0) -> Norm:
+        return Norm(self.read(f"{name}.weight", width, pairs=pairs).to(self.device), self.config.norm_eps)
+
+    def fused(self, parts: list[tuple[str, int, int]], columns: int, bias: bool, gated: bool = False) -> Linear:
         """One linear layer from several of the checkpoint: (name, rows, heads to interleave or 0) each."""
         whole = torch.empty(sum(rows for _, rows, _ in parts), columns)
         biases = torch.empty(whole.shape[0]) if bias else None
@@ -136,7 +145,8 @@ class _Loader:
             if biases is not None:
                 biases[begin : begin + rows] = self.read(f"{name}.bias", rows, pairs=pairs)
             begin += rows
-        return self.linear(whole.to(self.device), None if biases is None else biases.to(self.device))
+        biases = None if biases is None else biases.to(self.device)
+        return make_linear(self.kind, whole.to(self.device), biases, gated)
 
     def layer(self, index: int) -> Layer:
         config, name = self.config, f"model.layers.{index}"
@@ -145,17 +155,17 @@ class _Loader:
         qkv = [(f"{attention}.q_proj", queries, config.heads), (f"{attention}.k_proj", keys, config.kv_heads)]
         qkv.append((f"{attention}.v_proj", keys, 0))
         gate_up = [(f"{mlp}.{part}_proj", config.intermediate, 0) for part in ("gate", "up")]
-        norm = dict.fromkeys(("q_norm", "k_norm"))
+        norms = None
         if config.qk_norm:
-            norm = {key: self.read(f"{attention}.{key}.weight", config.head_dim, pairs=1) for key in norm}
+            norms = tuple(self.norm(f"{attention}.{part}_norm", config.head_dim, pairs=1) for part in "qk")
         return Layer(
             qkv=self.fused(qkv, config.hidden, config.qkv_bias),
             out=self.fused([(f"{attention}.o_proj", config.hidden, 0)], queries, config.out_bias),
-            gate_up=self.fused(gate_up, config.hidden, config.mlp_bias),
+            gate_up=self.fused(gate_up, config.hidden, config.mlp_bias, gated=True),
             down=self.fused([(f"{mlp}.down_proj", config.hidden, 0)], config.intermediate, config.mlp_bias),
-            input_norm=self.read(f"{name}.input_layernorm.weight", config.hidden).to(self.device),
-            post_norm=self.read(f"{name}.post_attention_layernorm.weight", config.hidden).to(self.device),
-            **{key: None if value is None else value.to(self.device) for key, value in norm.items()},
+            input_norm=self.norm(f"{name}.input_layernorm", config.hidden),
+            post_norm=self.norm(f"{name}.post_attention_layernorm", config.hidden),
+            head_norms=norms,
         )
 
 
@@ -167,13 +177,13 @@ def load_decoder(
     kind: str | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Decoder:
-    """Loads and packs the weights. `kind` is a key of `linear.LINEARS`, None the best here. Raises ModelError."""
+    """Loads and packs the weights. `kind` is a key of `linear.KINDS`, None the best here. Raises ModelError."""
     loader = _Loader(checkpoint, config, device, kind or best_kind(device), progress)
     table = "model.embed_tokens"
     # The head is the largest matrix: it goes first, while little else is held beside its two copies.
     head = loader.fused([(table if config.tied else "lm_head", config.vocab_size, 0)], config.hidden, False)
     layers = [loader.layer(index) for index in range(config.layers)]
-    norm = loader.read("model.norm.weight", config.hidden).to(device)
+    norm = loader.norm("model.norm", config.hidden)
     embedding = Embedding(checkpoint, f"{table}.weight", (config.vocab_size, config.hidden), device)
     checkpoint.refuse_unused(IGNORED)
     progress(checkpoint.total_bytes, checkpoint.total_bytes)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from paceline.engine import attention, sampler
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.kv_cache import KVCache, MemoryPlan, pool_blocks, resident_bytes
+from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.sampler import SamplingState
 from paceline.engine.weights import Checkpoint
@@ -64,7 +66,11 @@ class ModelRunner:
     def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, device: str = "cpu"):
         self.decoder, self.cache, self.info, self.device = decoder, cache, info, device
         self.sequences: dict[int, _Sequence | str] = {}  # a text is why the sequence could not be learnt
-        self.progress = 0
+        self._progress = np.zeros(1, np.int64)
+
+    @property
+    def progress(self) -> int:
+        return int(self._progress[0])
 
     @staticmethod
     def load(
@@ -78,13 +84,16 @@ class ModelRunner:
         block_size: int = 16,
         context: int | None = None,
         threads: int | None = None,
+        quantization: str = "none",
         progress: Progress = lambda done, total: None,
     ) -> "ModelRunner":
         """Loads a checkpoint directory and plans its memory before the weights are read.
 
         `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool;
-        `context` the most tokens of a sequence. Raises ModelError.
+        `context` the most tokens of a sequence; `quantization` is one of `linear.QUANTIZATIONS`. Raises ModelError.
         """
+        if quantization not in QUANTIZATIONS:
+            raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         config = ModelConfig.load(path)
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
@@ -95,16 +104,18 @@ class ModelRunner:
         _warm_up(config, block_size, device)
         baseline = resident_bytes() if device == "cpu" else 0
         activations = activation_bytes(config, max_batch_tokens, context)
+        weights = config.weight_bytes(quantization)
         if num_blocks is None:
-            used = baseline + config.weight_bytes + activations
+            used = baseline + weights + activations
             useful = max_batch * context
             num_blocks = pool_blocks(
                 config, block_size, used=used, memory=memory, useful_tokens=useful, device=device
             )
-        decoder = load_decoder(checkpoint, config, device=device, progress=progress)
+        kind = best_kind(device, quantization)
+        decoder = load_decoder(checkpoint, config, device=device, kind=kind, progress=progress)
         _trim_heap()
         cache = KVCache(config, num_blocks, block_size, device)
-        plan = MemoryPlan(baseline, config.weight_bytes, cache.nbytes, activations)
+        plan = MemoryPlan(baseline, weights, cache.nbytes, activations)
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
         return ModelRunner(decoder, cache, info, device)
@@ -178,7 +189,7 @@ class ModelRunner:
         try:
             plan = plan_step([job.span for job in jobs], self.decoder.config, self.info.block_size, self.device)
             tokens = [token for job in jobs for token in job.sequence.tokens[job.span.start :][: job.span.length]]
-            return self.decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, self._tick)
+            return self.decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, self._progress)
         except Exception as error:
             if len(jobs) > 1:
                 return torch.cat([self._forward([job]) for job in jobs])
@@ -186,7 +197,7 @@ class ModelRunner:
             return self._forward([])
 
     def _tick(self) -> None:
-        self.progress += 1
+        self._progress[0] += 1
 
     def _prompt_logprobs(self, jobs: list[_Job], hidden: Tensor) -> None:
         """Of prompt tokens [start + 1, end + 1), for sequences that asked."""
@@ -243,15 +254,20 @@ class ModelRunner:
 def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:
     """The most that one step holds beside weights and KV.
 
-    Rows of a layer at its widest (states, norm, and either projections and heads or both halves of the MLP), logits of
-    LOGIT_ROWS rows with a copy for the sampler, and what attention needs.
+    The widest layer's rows (of our own kernels, which run a whole layer, all its parts and their work space; of torch's
+    operators states, norm, projections and heads or both halves of the MLP), logits of LOGIT_ROWS rows with a copy for
+    the sampler, and what attention needs.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    attention_row = 3 * queries + 2 * keys
-    row = 3 * config.hidden + max(attention_row, 3 * config.intermediate)
+    if "tiled" in best_kind("cpu"):
+        row = 2 * config.hidden + 2 * queries + 2 * keys + config.intermediate
+        widest = max(config.hidden, config.intermediate, queries)
+        space = kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
+    else:
+        row, space = 3 * config.hidden + max(3 * queries + 2 * keys, 3 * config.intermediate), 0
     logits = 2 * LOGIT_ROWS * config.vocab_size
     working = attention.working_bytes(config, max_batch_tokens, context)
-    return 4 * (row * max_batch_tokens + logits) + working + KEPT
+    return 4 * (row * max_batch_tokens + logits) + space + working + KEPT
 
 
 def _trim_heap() -> None:

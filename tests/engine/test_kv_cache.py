@@ -9,12 +9,13 @@ from paceline.engine import attention, kv_cache
 from paceline.engine.attention import SliceSpan, attend, plan_step
 from paceline.engine.config import ModelConfig, ModelError, RopeConfig
 from paceline.engine.kv_cache import KVCache, block_rows, pool_blocks, resident_bytes, token_rows
+from paceline.engine.linear import Norm
 
 
-def config(window: int | None = None, heads: int = 6, kv_heads: int = 2) -> ModelConfig:
+def config(window: int | None = None, heads: int = 6, kv_heads: int = 2, dims: int = 8) -> ModelConfig:
     return ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=50, hidden=48, intermediate=64, layers=2, heads=heads,
-        kv_heads=kv_heads, head_dim=8, norm_eps=1e-6, max_context=512, tied=True, qkv_bias=False, out_bias=False,
+        kv_heads=kv_heads, head_dim=dims, norm_eps=1e-6, max_context=512, tied=True, qkv_bias=False, out_bias=False,
         mlp_bias=False, qk_norm=False, windows=(window, window), rope=RopeConfig(), eos_ids=(2,), bos_id=None,
     )  # fmt: skip
 
@@ -38,8 +39,32 @@ def plain_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Ten
         low = 0 if window is None else max(0, start + i + 1 - window)
         for head in range(queries.shape[1]):
             k, v = keys[low : start + i + 1, head // group], values[low : start + i + 1, head // group]
-            out[i, head] = torch.softmax(k @ queries[i, head] / math.sqrt(8), 0) @ v
+            out[i, head] = torch.softmax(k @ queries[i, head] / math.sqrt(k.shape[1]), 0) @ v
     return out
+
+
+def unturned(tokens: int, dims: int = 8) -> torch.Tensor:
+    return torch.ones(tokens, 1, dims // 2, dtype=torch.complex64)
+
+
+def mixed_step(model: ModelConfig, parts: list[tuple[int, int]], blocks: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `attend` gives for slices (start, length) of random sequences, and what it should."""
+    cache, generator = KVCache(model, blocks, 4), torch.Generator().manual_seed(2)
+    free = torch.randperm(blocks, generator=generator).tolist()
+    spans, heads, expected = [], [], []
+    for start, length in parts:
+        table = [free.pop() for _ in range(-(-(start + length) // 4))]
+        q = torch.randn(length, model.heads, model.head_dim, generator=generator)
+        k, v = torch.randn(2, start + length, model.kv_heads, model.head_dim, generator=generator)
+        if start:
+            rows = token_rows(torch.arange(start), torch.tensor(table), 4, model.kv_heads)
+            cache.write(0, rows, k[:start], v[:start])
+        spans.append(SliceSpan(start, length, table))
+        heads.append(torch.cat([q, k[start:], v[start:]], dim=1).flatten(1))
+        expected.append(plain_attention(q, k, v, start, model.windows[0]))
+    plan, whole = plan_step(spans, model, 4), torch.cat(heads)
+    got = attend(whole, unturned(whole.shape[0], model.head_dim), None, cache, 0, model.windows[0], plan)
+    return got, torch.cat(expected).flatten(1)
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["in-place", "gathered"])
@@ -49,22 +74,60 @@ def test_attention_of_a_mixed_step(
     heads: tuple[int, int], window: int | None, gathered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if gathered:
-        monkeypatch.setattr(attention, "cpu_attention", None)
-    model = config(window, *heads)
-    cache, generator = KVCache(model, 64, 4), torch.Generator().manual_seed(2)
-    free = torch.randperm(64, generator=generator).tolist()
-    parts = [(0, 20), (13, 30), (40, 1), (0, 1), (25, 6), (31, 1), (3, 9)]  # (start, length)
-    spans, queries, expected = [], [], []
-    for start, length in parts:
-        blocks = [free.pop() for _ in range(-(-(start + length) // 4))]
-        q = torch.randn(length, heads[0], 8, generator=generator)
-        k, v = torch.randn(2, start + length, heads[1], 8, generator=generator)
-        cache.write(0, token_rows(torch.arange(start + length), torch.tensor(blocks), 4, heads[1]), k, v)
-        spans.append(SliceSpan(start, length, blocks))
-        queries.append(q)
-        expected.append(plain_attention(q, k, v, start, window))
-    got = attend(torch.cat(queries), cache, 0, window, plan_step(spans, model, 4))
-    torch.testing.assert_close(got, torch.cat(expected), rtol=1e-5, atol=1e-5)
+        monkeypatch.setattr(attention, "kernels", None)
+    parts = [(0, 20), (13, 30), (40, 1), (0, 1), (25, 6), (31, 1), (3, 9)]
+    got, expected = mixed_step(config(window, *heads), parts)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 100, 130])
+@pytest.mark.parametrize("dims", [8, 64, 80])
+@pytest.mark.parametrize("heads", [(6, 2), (2, 2)])
+def test_attention_of_long_chunks(heads: tuple[int, int], dims: int, window: int | None) -> None:
+    got, expected = mixed_step(config(window, *heads, dims), [(0, 129), (300, 150), (127, 33), (256, 128)], 400)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(attention.kernels is None or not attention.kernels.HAS_AVX512, reason="torch's attention is used")
+def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks() -> None:
+    model, generator = config(None, 6, 2, 64), torch.Generator().manual_seed(3)
+    heads, blocks = torch.randn(300, 10 * 64, generator=generator), list(range(75))
+
+    def run(*cuts: int) -> torch.Tensor:
+        cache, parts = KVCache(model, 75, 4), []
+        for begin, end in zip((0, *cuts), (*cuts, 300), strict=True):
+            plan = plan_step([SliceSpan(begin, end - begin, blocks)], model, 4)
+            turns = unturned(end - begin, 64)
+            parts.append(attend(heads[begin:end].clone(), turns, None, cache, 0, None, plan))
+        return torch.cat(parts)
+
+    whole = run()
+    for cuts in ((9,), (128, 256), (100, 150, 290)):
+        assert torch.equal(run(*cuts), whole)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("normed", [False, True])
+def test_both_ways_to_norm_rotate_and_store_agree(normed: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, model = torch.Generator().manual_seed(4), config()
+    heads = torch.randn(rows, 10 * 8, generator=generator)
+    turns = torch.polar(torch.ones(rows, 1, 4), torch.randn(rows, 1, 4, generator=generator))
+    norms = tuple(Norm(torch.rand(8, generator=generator) + 0.5, 1e-6) for _ in range(2)) if normed else None
+    plan = plan_step([SliceSpan(3, rows, list(range(20, 9, -1)))], model, 4)
+    results = []
+    for module in (attention.kernels, None):
+        monkeypatch.setattr(attention, "kernels", module)
+        cache, own = KVCache(model, 30, 4), heads.clone()
+        attend(own, turns, norms, cache, 1, None, plan_step([SliceSpan(3, rows, list(range(20, 9, -1)))], model, 4))
+        results.append((own, cache.pool))
+    assert plan.positions[0] == 3 and results[0][1].any()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def last_token(keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Row `heads` of a token with this query, key and value [1, heads, dims]."""
+    return torch.cat([query, keys[-1:], values[-1:]], dim=1).flatten(1)
 
 
 def test_large_scores_neither_overflow_nor_vanish() -> None:
@@ -74,18 +137,21 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     values = torch.arange(9.0)[:, None, None].expand(9, 2, 8)
     cache.write(0, token_rows(torch.arange(9), torch.tensor([0, 1, 2]), 4, 2), keys, values)
     queries = torch.ones(1, 6, 8)
-    got = attend(queries, cache, 0, None, plan_step([SliceSpan(8, 1, [0, 1, 2])], model, 4))
-    torch.testing.assert_close(got, plain_attention(queries, keys, values, 8, None))
+    plan = plan_step([SliceSpan(8, 1, [0, 1, 2])], model, 4)
+    got = attend(last_token(keys, values, queries), unturned(1), None, cache, 0, None, plan)
+    torch.testing.assert_close(got, plain_attention(queries, keys, values, 8, None).flatten(1))
 
 
 def test_a_nan_stays_with_its_sequence() -> None:
     model, cache = config(), KVCache(config(), 4, 4)
+    heads = []
     for block, value in ((0, float("nan")), (1, 1.0)):
         new = torch.full((3, 2, 8), value)
         cache.write(0, token_rows(torch.arange(3), torch.tensor([block]), 4, 2), new, new)
+        heads.append(last_token(new, new, torch.ones(1, 6, 8)))
     plan = plan_step([SliceSpan(2, 1, [0]), SliceSpan(2, 1, [1])], model, 4)
-    got = attend(torch.ones(2, 6, 8), cache, 0, None, plan)
-    assert got[0].isnan().all() and torch.equal(got[1], torch.ones(6, 8))
+    got = attend(torch.cat(heads), unturned(2), None, cache, 0, None, plan)
+    assert got[0].isnan().all() and torch.equal(got[1], torch.ones(48))
 
 
 def test_the_pool_takes_what_memory_leaves() -> None:

@@ -3,16 +3,18 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig
 from paceline.engine.kv_cache import KVCache
-from paceline.engine.linear import LINEARS, padded_rows
 from paceline.engine.model import Decoder, load_decoder
 from paceline.engine.weights import Checkpoint
 from tests.engine import checkpoints
+from tests.engine.test_linear import FLOAT as FLOAT_KINDS
+from tests.engine.test_linear import INT8 as INT8_KINDS
 
 BLOCK = 4
 
@@ -41,7 +43,7 @@ class Paged:
             spans.append(SliceSpan(start, len(tokens), table))
         plan = plan_step(spans, self.decoder.config, BLOCK)
         flat = torch.tensor([token for _, _, tokens in work for token in tokens])
-        logits = self.decoder.logits(self.decoder.forward(flat, plan, self.cache))
+        logits = self.decoder.logits(self.decoder.forward(flat, plan, self.cache, np.zeros(1, np.int64)))
         return list(logits.split([len(tokens) for _, _, tokens in work]))
 
 
@@ -101,17 +103,7 @@ def test_half_precision_and_sharded_files(family: str, dtype: torch.dtype, shard
     close(Paged(load(tmp_path)).step([(0, 0, tokens)])[0], checkpoints.reference_logits(model, tokens))
 
 
-@pytest.mark.parametrize("kind", LINEARS)
-def test_every_kind_of_linear_layer_gives_the_same_at_any_row_count(kind: str) -> None:
-    generator = torch.Generator().manual_seed(3)
-    weight, bias = torch.randn(96, 64, generator=generator), torch.randn(96, generator=generator)
-    layer = LINEARS[kind](weight, bias)
-    for rows in (1, 2, 5, 8, 31, 32, 33, 100, 256, 300, 512):
-        x = torch.randn(padded_rows(rows, kind), 64, generator=generator)
-        torch.testing.assert_close(layer(x), x @ weight.T + bias, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize("kind", FLOAT_KINDS)
 def test_a_model_of_every_kind_of_linear_layer(kind: str, tmp_path: Path) -> None:
     model = checkpoints.save("qwen3-bias", tmp_path)
     tokens = prompt(33)
@@ -126,9 +118,36 @@ def test_progress_counts_every_byte_once(tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1] == Checkpoint(tmp_path).total_bytes
 
 
-def test_forward_ticks_once_a_layer(tmp_path: Path) -> None:
+def test_forward_counts_layers(tmp_path: Path) -> None:
     checkpoints.save("llama-tied", tmp_path)
-    decoder, ticks = load(tmp_path), []
+    decoder, progress = load(tmp_path), np.zeros(1, np.int64)
     plan = plan_step([SliceSpan(0, 3, [5])], decoder.config, BLOCK)
-    decoder.forward(torch.tensor([1, 2, 3]), plan, KVCache(decoder.config, 8, BLOCK), lambda: ticks.append(1))
-    assert len(ticks) == decoder.config.layers
+    decoder.forward(torch.tensor([1, 2, 3]), plan, KVCache(decoder.config, 8, BLOCK), progress)
+    assert progress[0] == decoder.config.layers
+
+
+STEPS = [[(0, 0, 30), (1, 0, 200)], [(0, 30, 1), (1, 200, 1), (2, 0, 3)], [(0, 31, 1), (1, 201, 150), (2, 3, 9)]]
+
+
+def run_steps(decoder: Decoder) -> list[torch.Tensor]:
+    paged, tokens = Paged(decoder), prompt(400)
+    steps = ([(s, start, tokens[start : start + length]) for s, start, length in step] for step in STEPS)
+    return [logits for step in steps for logits in paged.step(step)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT_KINDS, *INT8_KINDS) if "tiled" in kind])
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen3-window", "mistral"])
+def test_all_layers_in_one_call_are_the_layers_one_by_one(family: str, kind: str, tmp_path: Path) -> None:
+    checkpoints.save(family, tmp_path)
+    decoder = load(tmp_path, kind=kind)
+    assert decoder.addresses is not None
+    fused = run_steps(decoder)
+    decoder.addresses = None
+    assert all(map(torch.equal, fused, run_steps(decoder)))
+
+
+@pytest.mark.parametrize("kind", INT8_KINDS)
+def test_int8_is_near_float(kind: str, tmp_path: Path) -> None:
+    checkpoints.save("qwen2", tmp_path)
+    for ours, exact in zip(run_steps(load(tmp_path, kind=kind)), run_steps(load(tmp_path)), strict=True):
+        assert 0 < (ours - exact).norm() < 0.05 * exact.norm()

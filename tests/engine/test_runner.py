@@ -186,12 +186,22 @@ def test_info_and_limits(model: tuple, runner: ModelRunner) -> None:
     config = runner.decoder.config
     assert info.kv_bytes == 128 * BLOCK * config.kv_bytes_per_token
     held = sum(value.numel() for name, value in model[1].state_dict().items() if name != "lm_head.weight")
-    assert info.weight_bytes == config.weight_bytes == 4 * held  # the head in memory, the embedding in its file
+    assert info.weight_bytes == config.weight_bytes() == 4 * held  # the head in memory, the embedding in its file
     assert info.planned_bytes > info.weight_bytes + info.kv_bytes
     small = ModelRunner.load(model[0], max_batch_tokens=64, max_batch=2, num_blocks=3, block_size=BLOCK, context=100)
     assert small.info.context == 12
     useful = ModelRunner.load(model[0], max_batch_tokens=64, max_batch=2, block_size=BLOCK, context=100)
     assert useful.info.num_blocks == 50
+
+
+def test_int8_holds_a_quarter(model: tuple, runner: ModelRunner) -> None:
+    options = dict(max_batch_tokens=64, max_batch=2, num_blocks=8, block_size=BLOCK)
+    small = ModelRunner.load(model[0], quantization="int8", **options)
+    assert small.info.weight_bytes < 0.4 * runner.info.weight_bytes
+    held = sum(part.nbytes for layer in small.decoder.layers for part in (layer.qkv, layer.out, layer.down))
+    assert held < small.info.weight_bytes
+    with pytest.raises(ModelError, match="quantization: 'int3' is not one of none, int8"):
+        ModelRunner.load(model[0], quantization="int3", **options)
 
 
 @pytest.mark.parametrize("context", [0, 513])

@@ -1,0 +1,136 @@
+"""Steps against the floor: bytes that must move over bandwidth, operations over GEMM peak, both measured in the same run.
+
+Decodes at several batch sizes and prompts at two lengths, in fp32 and int8, all interleaved; medians over the rounds.
+"""
+
+import time
+from statistics import median
+
+import torch
+
+from benchmarks import workload
+from benchmarks.checkpoints import checkpoint
+from benchmarks.machine import bandwidth, gemm_peak
+from paceline.core.work import NewSequence, SliceWork
+from paceline.engine.runner import ModelRunner
+
+BATCHES, CONTEXT = (1, 2, 4, 5, 8, 16, 32), 64
+PROMPTS = (512, 2048)
+ROUNDS, STEPS = 7, 3
+BLOCK = 16
+
+
+class Steps:
+    """Runs single steps of an engine and takes their time."""
+
+    def __init__(self, path, quantization: str) -> None:
+        longest = max(PROMPTS)
+        self.engine = ModelRunner.load(
+            path,
+            max_batch_tokens=longest,
+            max_batch=max(BATCHES),
+            num_blocks=longest // BLOCK + max(BATCHES) * 2 * CONTEXT // BLOCK,
+            context=2 * longest,
+            quantization=quantization,
+        )
+        self.blocks = longest // BLOCK
+
+    def decode(self, batch: int) -> list[float]:
+        """Seconds of steps of `batch` sequences with about CONTEXT tokens each."""
+        each = 2 * CONTEXT // BLOCK
+        prompt = [300 + i for i in range(CONTEXT)]
+        new = [NewSequence(i, prompt, CONTEXT, workload.greedy(1000)) for i in range(batch)]
+        tables = [list(range(self.blocks + i * each, self.blocks + (i + 1) * each)) for i in range(batch)]
+        self.engine.step(new, [SliceWork(i, 0, CONTEXT, True, 0, tables[i]) for i in range(batch)], [])
+        seconds = []
+        for step in range(STEPS + 1):
+            work = [SliceWork(i, CONTEXT + step, 1, True, each, []) for i in range(batch)]
+            begin = time.perf_counter()
+            self.engine.step([], work, [])
+            seconds.append(time.perf_counter() - begin)
+        self.engine.step([], [], list(range(batch)))
+        return seconds[1:]
+
+    def prefill(self, length: int) -> tuple[float, float]:
+        """Seconds of one step with a whole prompt, and of its linear layers alone."""
+        prompt = [300 + i % 7000 for i in range(length)]
+        blocks = list(range(length // BLOCK))
+        begin = time.perf_counter()
+        self.engine.step(
+            [NewSequence(0, prompt, length, workload.greedy(2))], [SliceWork(0, 0, length, True, 0, blocks)], []
+        )
+        whole = time.perf_counter() - begin
+        self.engine.step([], [], [0])
+        return whole, self._linear(length)
+
+    def _linear(self, rows: int) -> float:
+        """The linear layers of such a step, without what is between them."""
+        decoder = self.engine.decoder
+        config = decoder.config
+        x, mixed = torch.randn(rows, config.hidden), torch.randn(rows, config.heads * config.head_dim)
+        begin = time.perf_counter()
+        for layer in decoder.layers:
+            layer.qkv(x, layer.input_norm)
+            layer.out(mixed, add_to=x)
+            layer.down(layer.gate_up(x, layer.post_norm), add_to=x)
+        return time.perf_counter() - begin
+
+
+def operations(engine: ModelRunner) -> tuple[int, int]:
+    """Of one token's layers, and of one row of the head."""
+    config = engine.decoder.config
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = config.hidden * (2 * queries + 2 * keys + 3 * config.intermediate)
+    return 2 * config.layers * layer, 2 * config.hidden * config.vocab_size
+
+
+def run(model: str) -> dict:
+    path = checkpoint(model)
+    kinds = {kind: Steps(path, quantization) for kind, quantization in (("fp32", "none"), ("int8", "int8"))}
+    reads, peaks = [], []
+    decodes = {(kind, batch): [] for kind in kinds for batch in BATCHES}
+    prompts = {(kind, length): [] for kind in kinds for length in PROMPTS}
+    for turn in range(ROUNDS):
+        reads.append(bandwidth(repeats=2))
+        peaks.append(gemm_peak(repeats=2))
+        for kind, steps in kinds.items():
+            for batch in BATCHES:
+                decodes[kind, batch] += steps.decode(batch)
+            for length in PROMPTS:
+                prompts[kind, length].append(steps.prefill(length))
+        print(f"  round {turn + 1} of {ROUNDS}", flush=True)
+    read, peak = max(reads), max(peaks)
+    result: dict = {"read_gb_s": round(read / 1e9, 1), "gemm_gflop_s": round(peak / 1e9, 1)}
+    for kind, steps in kinds.items():
+        result[kind] = report(steps, read, peak, kind, decodes, prompts)
+    return result
+
+
+def report(steps: Steps, read: float, peak: float, kind: str, decodes: dict, prompts: dict) -> dict:
+    engine = steps.engine
+    layers, head = operations(engine)
+    each = engine.decoder.config.kv_bytes_per_token
+    compute = peak if kind == "fp32" else 4 * peak  # VNNI: four int8 products where one of float32 was
+    out: dict = {"weight_bytes": engine.info.weight_bytes, "decode": {}, "prefill": {}}
+    first = median(decodes[kind, 1])
+    for batch in BATCHES:
+        seconds = median(decodes[kind, batch])
+        moving = (engine.info.weight_bytes + batch * CONTEXT * each) / read
+        computing = batch * (layers + head) / compute
+        out["decode"][batch] = {
+            "ms": round(1e3 * seconds, 2),
+            "tokens_s": round(batch / seconds, 1),
+            "floor_ms": {"bytes": round(1e3 * moving, 2), "operations": round(1e3 * computing, 2)},
+            "fraction_of_floor": round(max(moving, computing) / seconds, 3),
+            "time_over_batch_1": round(seconds / first, 3),
+            "tokens_s_over_batch_1": round(batch * first / seconds, 2),
+        }
+    for length in PROMPTS:
+        whole, linear = (median(part) for part in zip(*prompts[kind, length], strict=True))
+        out["prefill"][length] = {
+            "ms": round(1e3 * whole, 1),
+            "tokens_s": round(length / whole, 1),
+            "linear_fraction_of_peak": round(length * layers / compute / linear, 3),
+            "step_fraction_of_peak": round(length * layers / compute / whole, 3),
+        }
+    return out

@@ -1,0 +1,103 @@
+"""Linear layers of every kind against the plain product, at any number of rows."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.engine.linear import KINDS, Linear, Norm, best_kind, kernels, make_linear, quantize
+
+AVX512 = kernels is not None and kernels.HAS_AVX512
+VNNI = kernels is not None and kernels.HAS_VNNI
+FLOAT = [kind for kind in KINDS if "int8" not in kind and (AVX512 or kind != "tiled")]
+INT8 = [kind for kind in KINDS if "int8" in kind and (VNNI or kind == "int8")]
+ROWS = (1, 2, 5, 7, 8, 13, 31, 32, 33, 100, 300, 520)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reference(weight: Tensor, bias: Tensor | None, gated: bool, x: Tensor, norm: Norm | None) -> Tensor:
+    """In float64."""
+    x, weight = x.double(), weight.double()
+    if norm is not None:
+        x = F.rms_norm(x, x.shape[1:], norm.weight.double(), norm.eps)
+    y = x @ weight.T + (0.0 if bias is None else bias.double())
+    if gated:
+        y = F.silu(y[:, : y.shape[1] // 2]) * y[:, y.shape[1] // 2 :]
+    return y.float()
+
+
+@pytest.mark.parametrize("kind", FLOAT)
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (16, 2056), (30, 12)])
+def test_it_is_the_product_at_any_number_of_rows(kind: str, gated: bool, outer: int, inner: int) -> None:
+    weight, bias = random(2 * outer if gated else outer, inner) / inner**0.5, random(2 * outer if gated else outer)
+    norm = Norm(random(inner, seed=2).abs() + 0.5, 1e-6)
+    layer, bare = make_linear(kind, weight, bias, gated), make_linear(kind, weight, None, gated)
+    for rows in ROWS:
+        x = random(rows, inner, seed=rows)
+        torch.testing.assert_close(layer(x), reference(weight, bias, gated, x, None), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(bare(x, norm), reference(weight, None, gated, x, norm), rtol=1e-4, atol=1e-4)
+        if gated:
+            continue
+        y = random(rows, outer, seed=rows + 1)
+        expected = y + reference(weight, bias, gated, x, norm)
+        assert layer(x, norm, add_to=y) is y
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", INT8)
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (16, 2056), (30, 12)])
+def test_int8_is_the_product_of_the_rounded_numbers(kind: str, gated: bool, outer: int, inner: int) -> None:
+    weight, bias = random(2 * outer if gated else outer, inner) / inner**0.5, random(2 * outer if gated else outer)
+    layer = make_linear(kind, weight, bias, gated)
+    rounded, scale = quantize(weight)
+    for rows in ROWS:
+        x = random(rows, inner, seed=rows)
+        whole, step = quantize(x)
+        expected = reference(rounded * scale[:, None], bias, gated, whole * step[:, None], None)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", INT8)
+def test_int8_of_nothing_but_zeros(kind: str) -> None:
+    assert make_linear(kind, random(32, 16))(torch.zeros(3, 16)).eq(0).all()
+    assert make_linear(kind, torch.zeros(32, 16))(random(3, 16)).eq(0).all()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT, *INT8) if "tiled" in kind])
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+def test_the_bits_of_a_row_do_not_depend_on_the_batch(kind: str, gated: bool) -> None:
+    layer, x = make_linear(kind, random(128, 4160), None, gated), random(530, 4160, seed=1)
+    norm = Norm(random(4160, seed=2), 1e-6)
+    whole = layer(x, norm)
+    for begin, end in ((0, 1), (3, 5), (8, 16), (1, 18), (505, 530), (0, 512)):
+        assert torch.equal(layer(x[begin:end], norm), whole[begin:end])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FLOAT if kind == "tiled"])
+def test_a_row_that_is_not_a_number_stays_its_own_fault(kind: str) -> None:
+    layer, x = make_linear(kind, random(64, 64)), random(20, 64, seed=1)
+    clean = layer(x)
+    x[3, 5], x[9, 1] = float("nan"), float("inf")
+    dirty = layer(x, add_to=torch.zeros(20, 64))
+    assert dirty[3].isnan().all() and not dirty[9].isfinite().any()
+    others = [row for row in range(20) if row not in (3, 9)]
+    assert torch.equal(dirty[others], clean[others])
+
+
+def test_the_kind_follows_the_processor_and_the_quantization() -> None:
+    assert best_kind("cuda") == "plain"
+    assert best_kind("cpu") == ("tiled" if AVX512 else best_kind("cpu"))
+    assert best_kind("cpu", "int8") == ("tiled_int8" if VNNI else "int8")
+
+
+def layer_of(kind: str) -> Linear:
+    return make_linear(kind, random(32, 16))
+
+
+def test_bytes_that_a_product_reads() -> None:
+    assert layer_of("plain").nbytes == 32 * 16 * 4 and layer_of("int8").nbytes == 32 * 16
