@@ -5,12 +5,13 @@ to repeat every decision.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from paceline.batching.policies import POLICIES
-from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
+from paceline.batching.policies import policy
+from paceline.batching.scheduler import Scheduler, SchedulerConfig
 from paceline.core.batch import Batch, StepResult
-from paceline.core.events import Cancel, Complete, Event, Input, Reset, Submit
+from paceline.core.events import Advance, Cancel, Complete, Emitted, Event, Input, Reset, Submit
+from paceline.core.protocols import Budget
 from paceline.core.request import Request, Sequence
 
 
@@ -20,16 +21,20 @@ class GroupConfig:
 
     models: tuple[str, ...] = ("",)
     scheduler: SchedulerConfig = SchedulerConfig()
-    policy: str = "sarathi_serve"
+    policy: str = "paceline"
     pipeline: int = 1  # batches in flight at most
     max_waiting: int | None = None  # requests beyond those are rejected
+    budget: Budget | None = None  # chooses the width of each step; None: always `scheduler.token_budget`
+
+    def __post_init__(self) -> None:
+        if self.pipeline < 1:
+            raise ValueError(f"pipeline: {self.pipeline} is not at least 1")
 
 
 @dataclass(slots=True)
 class GroupState:
     config: GroupConfig
     scheduler: Scheduler
-    in_flight: dict[int, Batch] = field(default_factory=dict)
     next_batch: int = 0
 
 
@@ -37,9 +42,10 @@ class Controller:
     """Decides for all groups. Every method takes the time as `now` and answers with what happened."""
 
     def __init__(self, groups: Iterable[GroupConfig]) -> None:
-        self.groups = [GroupState(g, Scheduler(g.scheduler, _policy(g.policy))) for g in groups]
+        self.groups = [
+            GroupState(g, Scheduler(g.scheduler, policy(g.policy), g.budget, g.pipeline)) for g in groups
+        ]
         self.sequences: dict[str, tuple[int, Sequence]] = {}  # those that are waiting or running
-        self._serial = 0
 
     def turn(self, inputs: Iterable[Input], now: float) -> tuple[list[Event], list[Batch]]:
         """Everything that happens at one instant: inputs in their order, then as many new batches as the groups take.
@@ -51,6 +57,8 @@ class Controller:
             match item:
                 case Complete(group, batch_id, result):
                     events += self.complete(group, batch_id, result, now)
+                case Advance(group, batch_id):
+                    self.groups[group].scheduler.advance(batch_id)
                 case Reset(group):
                     events += self.reset(group, now)
                 case Submit(request, admitted):
@@ -61,9 +69,9 @@ class Controller:
         for index in range(len(self.groups)):
             while batch := self.next_batch(index, now):
                 batches.append(batch)
-                events += [Event("preempted", now, index, s.id) for s in batch.preempted]
-                slices = tuple((s.sequence.id, s.start, s.length) for s in batch.slices)
-                events.append(Event("started", now, index, str(batch.id), batch.num_tokens, slices))
+                events += self._preempted(index, now)
+                events.append(Event("started", now, index, str(batch.id), batch.num_tokens, batch))
+            events += self._preempted(index, now)
         return events, batches
 
     def submit(self, request: Request, now: float, admitted: bool = False) -> list[Event]:
@@ -84,74 +92,64 @@ class Controller:
             reason = "queue: full"
         if reason:
             return [Event("rejected", now, index, request.id, detail=reason)]
-        sequence = Sequence(request, self._serial)
-        self._serial += 1
-        self.sequences[request.id] = index, sequence
-        scheduler.add(sequence)
+        self.sequences[request.id] = index, scheduler.add(request)
         return [Event("accepted", now, index, request.id)]
 
     def next_batch(self, group: int, now: float) -> Batch | None:
         """The group's next step; None when it has nothing to do or its pipeline is full."""
         state = self.groups[group]
-        scheduler = state.scheduler
-        if len(state.in_flight) >= state.config.pipeline:
+        if state.scheduler.full:
             return None
-        slices = scheduler.compose()
-        if not slices:
-            return None
-        batch = Batch(state.next_batch, group, slices, tuple(scheduler.preempted))
-        for item in slices:
-            item.sequence.in_flight = True
-        state.in_flight[batch.id] = batch
-        state.next_batch += 1
+        batch = state.scheduler.compose(state.next_batch, group)
+        state.next_batch += batch is not None
         return batch
 
     def complete(self, group: int, batch_id: int, result: StepResult, now: float) -> list[Event]:
         """Takes what a batch yielded. A batch that a reset has overtaken is unknown and changes nothing."""
-        state = self.groups[group]
-        batch = state.in_flight.pop(batch_id, None)
-        if batch is None:
+        done = self.groups[group].scheduler.complete(batch_id, result)
+        if done is None:
             return []
+        batch, gone, tokens, total = done
         events = []
-        for item, got in zip(batch.slices, result.slices, strict=True):
-            sequence = item.sequence
-            sequence.in_flight = False
-            if sequence.cancelled or got.failed:
-                self._remove(sequence)
-                if got.failed:
-                    events.append(Event("failed", now, group, sequence.id))
-                continue
-            state.scheduler.advance(sequence, item.end, got.tokens, got.hashes)
-            if got.tokens:
-                events.append(Event("tokens", now, group, sequence.id, got.tokens))
-            if got.finish:
-                self._remove(sequence)
-                events.append(Event("finished", now, group, sequence.id, sequence.generated, got.finish))
+        for index in gone:
+            sequence = batch.sequences[index]
+            if not sequence.ended:
+                events.append(Event("failed", now, group, sequence.id))
+            self._end(sequence)
+        if total:
+            events.append(Event("tokens", now, group, str(batch_id), total, Emitted(batch.requests, tokens)))
+        for index, reason in result.finished:
+            if index not in gone:
+                sequence = batch.sequences[index]
+                events.append(Event("finished", now, group, sequence.id, sequence.generated, reason))
+                self._end(sequence)
         return events
 
     def cancel(self, request_id: str, now: float) -> list[Event]:
         """Drops a request: at once, or when the batch that it is part of completes. Unknown ids are ignored."""
         index, sequence = self.sequences.get(request_id, (-1, None))
-        if sequence is None or sequence.cancelled:
+        if sequence is None or sequence.ended:
             return []
-        if sequence.in_flight:
-            sequence.cancelled = True
-        else:
-            self._remove(sequence)
+        self._end(sequence)
         return [Event("cancelled", now, index, request_id)]
 
     def reset(self, group: int, now: float) -> list[Event]:
         """The group lost its batches in flight and its KV cache; its sequences start over from what is known."""
-        state = self.groups[group]
-        state.in_flight.clear()
-        for sequence in [s for s in state.scheduler.running if s.cancelled]:
-            self._remove(sequence)
-        state.scheduler.reset()
-        return [Event("preempted", now, group, s.id) for s in state.scheduler.preempted]
+        scheduler = self.groups[group].scheduler
+        for sequence in scheduler.reset():
+            del self.sequences[sequence.id]
+        return self._preempted(group, now)
 
-    def _remove(self, sequence: Sequence) -> None:
-        group, _ = self.sequences.pop(sequence.id)
-        self.groups[group].scheduler.remove(sequence)
+    def _preempted(self, group: int, now: float) -> list[Event]:
+        """Takes note of who lost its blocks."""
+        scheduler = self.groups[group].scheduler
+        lost, scheduler.preempted = scheduler.preempted, []
+        return [Event("preempted", now, group, sequence.id) for sequence in lost]
+
+    def _end(self, sequence: Sequence) -> None:
+        group, _ = self.sequences[sequence.id]
+        if self.groups[group].scheduler.end(sequence):
+            del self.sequences[sequence.id]
 
 
 def _rank(item: Input) -> tuple[int, int]:
@@ -159,14 +157,10 @@ def _rank(item: Input) -> tuple[int, int]:
     match item:
         case Complete(group, _, _):
             return 0, group
-        case Reset(group):
+        case Advance(group, _):
             return 1, group
+        case Reset(group):
+            return 2, group
         case Submit():
-            return 2, 0
-    return 3, 0
-
-
-def _policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ValueError(f"policy: {name!r} is not one of {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+            return 3, 0
+    return 4, 0

@@ -21,8 +21,8 @@ class Blocks:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._references = [0] * num_blocks
+        self._free: list[int] = []  # held before
+        self._references: list[int] = []  # of the blocks ever held, which are the first ones
         self._hash_of: dict[int, int] = {}
         self._block_of: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached and unreferenced, least recently used first
@@ -30,7 +30,7 @@ class Blocks:
     @property
     def num_free(self) -> int:
         """Blocks that can be allocated now; cached ones give way."""
-        return len(self._free) + len(self._idle)
+        return self.num_blocks - len(self._references) + len(self._free) + len(self._idle)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -63,6 +63,9 @@ class Blocks:
         for _ in range(count):
             if self._free:
                 block = self._free.pop()
+            elif len(self._references) < self.num_blocks:
+                block = len(self._references)
+                self._references.append(0)
             else:
                 block, _ = self._idle.popitem(last=False)
                 del self._block_of[self._hash_of.pop(block)]
@@ -95,11 +98,11 @@ class Blocks:
 
     def check(self, held: Iterable[Sequence[int]]) -> None:
         """Asserts that exactly the given tables are held and that no block is lost or in two places."""
-        references = [0] * self.num_blocks
+        references = [0] * len(self._references)
         for table in held:
             for block in table:
                 references[block] += 1
         assert references == self._references, "references differ from the block tables"
         places = self._free + list(self._idle) + [b for b, count in enumerate(references) if count]
-        assert sorted(places) == list(range(self.num_blocks)), "a block is lost or in two places"
+        assert sorted(places) == list(range(len(references))), "a block is lost or in two places"
         assert self._block_of == {key: block for block, key in self._hash_of.items()}

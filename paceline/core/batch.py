@@ -1,6 +1,7 @@
 """A batch has no phase: it is slices of sequences, whose linear layers run together."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.core.request import Sequence
@@ -30,6 +31,7 @@ class StepShape(NamedTuple):
     decode_context: int = 0  # tokens that those read from the KV cache
     chunk_context: int = 0  # likewise the longer slices
     chunk_pairs: int = 0  # query-key pairs of the longer slices: length * (2 start + length + 1) / 2 each
+    chunks: int = 0  # how many longer slices
 
     def add(self, start: int, length: int, emits: bool) -> "StepShape":
         """The shape with one slice more."""
@@ -40,42 +42,47 @@ class StepShape(NamedTuple):
         context = self.chunk_context + start
         pairs = self.chunk_pairs + length * (2 * start + length + 1) // 2
         return StepShape(
-            self.tokens + length, self.emits + emits, self.decodes, self.decode_context, context, pairs
+            self.tokens + length, self.emits + emits, self.decodes, self.decode_context, context, pairs, self.chunks + 1
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step of a group computes."""
+    """What one step of a group computes, as columns: index i of each is the i-th slice. Decodes come first."""
 
     id: int
     group: int
-    slices: tuple[Slice, ...]
-    preempted: tuple[Sequence, ...] = ()  # lost their KV blocks when this batch was composed
+    requests: Seq[str]
+    sequences: Seq[Sequence] = field(compare=False, repr=False)
+    starts: Seq[int]
+    lengths: Seq[int]
+    emits: bytes  # 1: the slice reaches the last known token and yields one
+    num_decodes: int
+    shape: StepShape
+    preempted: tuple[Sequence, ...] = field(default=(), compare=False)  # lost their KV blocks for this batch
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.length for s in self.slices)
+        return self.shape.tokens
 
     @property
-    def shape(self) -> StepShape:
-        shape = StepShape()
-        for item in self.slices:
-            shape = shape.add(item.start, item.length, item.emits)
-        return shape
+    def slices(self) -> tuple[Slice, ...]:
+        """The rows. Made when asked for: what happens every step goes over the columns."""
+        columns = zip(self.sequences, self.starts, self.lengths, self.emits, strict=True)
+        return tuple(
+            Slice(sequence, start, length, index < self.num_decodes, emits == 1)
+            for index, (sequence, start, length, emits) in enumerate(columns)
+        )
 
 
-class SliceResult(NamedTuple):
-    """What a slice yielded."""
-
-    tokens: int = 0  # tokens emitted
-    finish: str | None = None  # "stop" or "length" when the sequence is done
-    hashes: tuple[int, ...] = ()  # chained hashes of blocks that the emitted tokens filled
-    failed: bool = False  # nothing was computed: the sequence ends, and what its blocks hold is not to be shared
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
-    """Results in the order of the batch's slices."""
+    """What a batch yielded, by the index of the slice: a column, and lists of what is rare.
 
-    slices: tuple[SliceResult, ...]
+    Whoever runs the batch fills it in; nobody changes it after `Complete`.
+    """
+
+    tokens: bytearray  # emitted by each slice
+    finished: list[tuple[int, str]] = field(default_factory=list)  # "stop" or "length": the sequence is done
+    hashes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of blocks that emitted tokens filled
+    failed: list[int] = field(default_factory=list)  # nothing was computed: the sequence ends and shares no block

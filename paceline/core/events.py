@@ -1,9 +1,10 @@
 """What goes into a controller (inputs) and what comes out (events): values, so runs can be logged and compared."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.core.batch import StepResult
+from paceline.core.batch import Batch, StepResult
 from paceline.core.request import Request
 
 
@@ -14,6 +15,14 @@ class Complete:
     group: int
     batch: int
     result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """A batch has left the first stage of its group's pipeline, where the next one can begin."""
+
+    group: int
+    batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,14 @@ class Cancel:
     request: str
 
 
-Input = Complete | Reset | Submit | Cancel
+Input = Complete | Advance | Reset | Submit | Cancel
+
+
+class Emitted(NamedTuple):
+    """What a completed batch yielded: columns over its requests, without those that had ended before."""
+
+    requests: Seq[str]
+    tokens: bytes
 
 
 class Event(NamedTuple):
@@ -47,6 +63,6 @@ class Event(NamedTuple):
     kind: str  # accepted rejected started preempted tokens finished cancelled failed
     time: float
     group: int
-    request: str = ""
-    tokens: int = 0  # emitted ("tokens", "finished"), batch width ("started")
-    detail: tuple[tuple[str, int, int], ...] | str = ""  # slices as (request, start, length), or the reason
+    request: str = ""  # the batch's number, where it is about a batch ("started", "tokens")
+    tokens: int = 0  # width ("started"), emitted ("tokens", "finished")
+    detail: Batch | Emitted | str = ""  # the batch ("started"), its yield ("tokens"), or the reason

@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
-from paceline.core.batch import SliceResult, StepResult
-from paceline.core.events import Cancel, Complete, Input, Reset, Submit
+from paceline.core.batch import StepResult
+from paceline.core.events import Advance, Cancel, Complete, Input, Reset, Submit
 from paceline.core.request import SLO, Request
 
 Turn = tuple[float, tuple[Input, ...]]
@@ -13,7 +13,8 @@ Turn = tuple[float, tuple[Input, ...]]
 
 def dump(now: float, inputs: Iterable[Input]) -> str:
     """One line. Times keep all their bits."""
-    return json.dumps([now, [[type(item).__name__, asdict(item)] for item in inputs]], separators=(",", ":"))
+    rows = [[type(item).__name__, asdict(item)] for item in inputs]
+    return json.dumps([now, rows], separators=(",", ":"), default=list)  # a bytearray is a list of numbers
 
 
 def load(lines: Iterable[str]) -> Iterator[Turn]:
@@ -30,10 +31,15 @@ def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
             request |= {"slo": SLO(**request["slo"]), "prefix": tuple(request["prefix"])}
             return Submit(Request(**request), fields["admitted"])
         case "Complete":
-            slices = tuple(SliceResult(*s)._replace(hashes=tuple(s[2])) for s in fields["result"]["slices"])
-            return Complete(fields["group"], fields["batch"], StepResult(slices))
+            result = fields["result"]
+            finished = [(index, reason) for index, reason in result["finished"]]
+            hashes = [(index, tuple(keys)) for index, keys in result["hashes"]]
+            step = StepResult(bytearray(result["tokens"]), finished, hashes, result["failed"])
+            return Complete(fields["group"], fields["batch"], step)
+        case "Advance":
+            return Advance(**fields)
         case "Cancel":
             return Cancel(fields["request"])
         case "Reset":
             return Reset(fields["group"])
-    raise ValueError(f"log: unknown input {kind!r}; known are Submit, Complete, Cancel, Reset")
+    raise ValueError(f"log: unknown input {kind!r}; known are Submit, Complete, Advance, Cancel, Reset")

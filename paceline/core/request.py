@@ -53,28 +53,58 @@ class Request:
     prefix: tuple[int, ...] = ()  # chained hash of every full block of the prompt; empty: not to be cached
 
 
+# Columns of a group's table of sequences, in tokens unless said otherwise
+KNOWN = 0  # prompt and generated
+COMPUTED = 1  # their KV is in the cache
+SCHEDULED = 2  # computed or in flight
+PROMPT = 3  # to compute before decoding (again): grows with every recomputation (rule M4)
+ROOM = 4  # that the blocks held can take
+IN_FLIGHT = 5  # batches that it is part of
+HASHED = 6  # blocks whose hash is known
+LIMIT = 7  # the most that may come to be known
+NUM_COLUMNS = 8  # a row is a cache line
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way: a step moves `computed` towards `known`. The only mutable noun."""
+    """A request on its way: a step moves `computed` towards `known`. The only mutable noun.
+
+    A handle: its numbers are a row of its group's table, where compiled loops change them.
+    """
 
     request: Request
     serial: int  # submission order: breaks ties of equal arrival
-    known: int = 0  # tokens known: prompt and generated
-    computed: int = 0  # tokens whose KV is in the cache
-    prompt: int = 0  # tokens to compute before decoding (again): grows with every recomputation (rule M4)
+    slot: int  # its row
+    row: memoryview  # int64
+    place: tuple[float, ...] = ()  # order among prompts
     blocks: list[int] = field(default_factory=list)  # KV block ids held, in position order
     hashes: list[int] = field(default_factory=list)  # chained hash of every full block of the known tokens
-    in_flight: bool = False  # part of a batch that has not completed
-    cancelled: bool = False  # to be dropped when its batch completes
+    ended: bool = False  # done, failed or cancelled: to be dropped when its last batch completes
     preemptions: int = 0
-
-    def __post_init__(self) -> None:
-        self.known = self.prompt = self.request.prompt_tokens
-        self.hashes = list(self.request.prefix)
 
     @property
     def id(self) -> str:
         return self.request.id
+
+    @property
+    def known(self) -> int:
+        return int(self.row[KNOWN])
+
+    @property
+    def computed(self) -> int:
+        return int(self.row[COMPUTED])
+
+    @property
+    def scheduled(self) -> int:
+        return int(self.row[SCHEDULED])
+
+    @property
+    def prompt(self) -> int:
+        return int(self.row[PROMPT])
+
+    @property
+    def in_flight(self) -> int:
+        return int(self.row[IN_FLIGHT])
 
     @property
     def generated(self) -> int:

@@ -62,6 +62,7 @@ class StepRecord:
     schedule_s: float  # controller: results applied and next batch composed
     messages_s: float  # encode, decode, socket, worker loop
     output_s: float  # sinks: detokenise, stop strings, server-sent events
+    predicted_s: float | None = None  # of forward and sample together; None without a profile
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class FleetConfig:
     max_batch: int = 256
     max_waiting: int = 1024
     watermark: float = 0.01
-    policy: str = "sarathi_serve"
+    policy: str = "paceline"
     record: Path | None = None  # log of the controller's inputs, for `replay`
 
 
@@ -109,7 +109,13 @@ class LocalFleet:
             limits = replace(limits, block_size=group.info.block_size, num_blocks=group.info.num_blocks)
         else:  # it failed: there is nothing to schedule
             limits = replace(limits, num_blocks=0)
-        return GroupConfig((group.config.name,), limits, self.config.policy, max_waiting=self.config.max_waiting)
+        return GroupConfig(
+            (group.config.name,),
+            limits,
+            self.config.policy,
+            max_waiting=self.config.max_waiting,
+            budget=group.config.budget,
+        )
 
     async def _watch(self) -> None:
         while True:
@@ -140,6 +146,8 @@ class LocalFleet:
                 f"{len(tokens)} prompt tokens and max_tokens={params.max_tokens} exceed the {group.info.context} "
                 f"tokens that model {model!r} can hold here"
             )
+        if slo.ttft is None:
+            slo = replace(slo, ttft=group.config.slo.ttft)
         handle = next(self._ids)
         hasher = BlockHasher(f"{model}/{namespace}", group.info.block_size)
         seq = RunningSequence(f"{handle}", handle, tokens, params, sink, group.config.eos_ids, hasher)

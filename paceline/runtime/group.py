@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.core.batch import Batch, Slice, SliceResult, StepResult
+from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Cancel, Complete, Reset
+from paceline.core.protocols import Budget
+from paceline.core.request import NO_SLO, SLO
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.api import StepRecord
 from paceline.runtime.driver import Driver
@@ -20,7 +22,7 @@ LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
 MAX_RESTARTS = 5  # in a row, without a step in between
 MAX_CRASHES = 3  # workers that die while they run a sequence, which gets nowhere: two may be somebody else's kills
 
-Part = list[tuple[int, Slice, RunningSequence]]  # index in the batch
+Part = list[tuple[int, RunningSequence]]  # index in the batch
 Pushes = list[tuple[RunningSequence, SliceOutput, str | None]]
 
 
@@ -31,6 +33,9 @@ class WorkerConfig:
     name: str
     command: Callable[[int | None], list[str]]
     eos_ids: tuple[int, ...] = ()
+    slo: SLO = NO_SLO  # `ttft` of requests that bring none of their own
+    budget: Budget | None = None
+    predict: Callable[[StepShape], float] | None = None  # seconds of a step
 
 
 @dataclass(slots=True)
@@ -39,7 +44,7 @@ class Flight:
 
     batch: Batch
     parts: deque[Part]
-    results: list[SliceResult]
+    result: StepResult
     sent: float
     later: Pushes = field(default_factory=list)
     forward_s: float = 0.0
@@ -122,15 +127,14 @@ class WorkerGroup:
             return
         self.driver.post(Reset(self.index))
         flights = list(self._flying.values())
-        running = [seq for flight in flights for _, _, seq in flight.parts[0]]
+        running = {seq for flight in flights for _, seq in flight.parts[0]}
         self._held.clear()
         self._dropped.clear()
         for seq in self.sequences.values():
             seq.at_worker = False
             seq.blocks_sent = 0
-        for flight in flights:
-            self._land(flight)
-        for seq in running:
+        self._land(flights)
+        for seq in sorted(running, key=lambda seq: seq.handle):
             seq.crashes += 1
             if seq.crashes >= MAX_CRASHES and self.sequences.get(seq.id) is seq:
                 self.fail(seq, "the engine failed on this request more than once")
@@ -154,24 +158,24 @@ class WorkerGroup:
             return
         innocent: Part = []
         suspects: list[Part] = []
-        for index, item in enumerate(batch.slices):
-            seq = self.sequences.get(item.sequence.id)
+        for index, request in enumerate(batch.requests):
+            seq = self.sequences.get(request)
             if seq is None:  # cancelled while the batch was held
                 continue
             if seq.crashes:
-                suspects.append([(index, item, seq)])
+                suspects.append([(index, seq)])
             else:
-                innocent.append((index, item, seq))
+                innocent.append((index, seq))
         parts = deque([innocent, *suspects] if innocent or not suspects else suspects)
-        results = [SliceResult()] * len(batch.slices)
-        self._flying[batch.id] = Flight(batch, parts, results, time.perf_counter())
-        self._send(batch.id, parts[0])
+        result = StepResult(bytearray(len(batch.requests)))
+        self._flying[batch.id] = Flight(batch, parts, result, time.perf_counter())
+        self._send(batch, parts[0])
 
-    def _send(self, batch: int, part: Part) -> None:
-        new = [seq.introduce() for _, _, seq in part if not seq.at_worker]
-        work = [seq.work(item) for _, item, seq in part]
+    def _send(self, batch: Batch, part: Part) -> None:
+        new = [seq.introduce() for _, seq in part if not seq.at_worker]
+        work = [seq.work(batch, index) for index, seq in part]
         assert self._process is not None
-        self._process.send(Step(batch, new, work, self._dropped))
+        self._process.send(Step(batch.id, new, work, self._dropped))
         self._dropped = []
 
     def _on_message(self, message: FromWorker) -> None:
@@ -196,50 +200,52 @@ class WorkerGroup:
         flight = self._flying[message.batch]
         received = time.perf_counter()
         self._restarts = 0
-        for (index, item, seq), output in zip(flight.parts.popleft(), message.outputs, strict=True):
+        for (index, seq), output in zip(flight.parts.popleft(), message.outputs, strict=True):
             if self.sequences.get(seq.id) is seq:
-                flight.results[index] = self._take(item, seq, output, flight.later)
+                self._take(flight, index, seq, output)
             else:  # cancelled meanwhile: it ends here, whatever the output says
-                flight.results[index] = SliceResult(failed=True)
+                flight.result.failed.append(index)
         flight.forward_s += message.forward_s
         flight.sample_s += message.sample_s
         flight.output_s += time.perf_counter() - received
         if flight.parts:
-            self._send(message.batch, flight.parts[0])
+            self._send(flight.batch, flight.parts[0])
             return
-        self._land(flight)
+        self._land([flight])
         self._report(flight, received)
 
-    def _land(self, flight: Flight) -> None:
-        """Completes a batch; after a crash only the parts that were done have results."""
+    def _land(self, flights: list[Flight]) -> None:
+        """Completes batches, all in one turn; after a crash only the parts that were done have results."""
         assert self.driver is not None
-        del self._flying[flight.batch.id]
-        self.driver.post(Complete(self.index, flight.batch.id, StepResult(tuple(flight.results))))
+        for flight in flights:
+            del self._flying[flight.batch.id]
+            self.driver.post(Complete(self.index, flight.batch.id, flight.result))
         self.driver.flush()
-        scheduled = time.perf_counter()
-        for seq, output, finish in flight.later:
-            if seq.sink.push(output, finish) and self.sequences.get(seq.id) is seq:
-                self.forget(seq)
-                self.driver.post(Cancel(seq.id))
-        flight.output_s += time.perf_counter() - scheduled
+        for flight in flights:
+            scheduled = time.perf_counter()
+            for seq, output, finish in flight.later:
+                if seq.sink.push(output, finish) and self.sequences.get(seq.id) is seq:
+                    self.forget(seq)
+                    self.driver.post(Cancel(seq.id))
+            flight.output_s += time.perf_counter() - scheduled
 
-    def _take(self, item: Slice, seq: RunningSequence, output: SliceOutput, later: Pushes) -> SliceResult:
+    def _take(self, flight: Flight, index: int, seq: RunningSequence, output: SliceOutput) -> None:
         if output.error:
             self.fail(seq, output.error)
-            return seq.result(output, None)
+            seq.report(flight.result, index, output, None)
+            return
         seq.crashes = 0
         if output.prompt_logprobs:
-            output = seq.fresh_prompt_logprobs(output, item.start)
+            output = seq.fresh_prompt_logprobs(output, flight.batch.starts[index])
         finish = seq.take(output)
         if seq.sink.checks_stop:
             if seq.sink.push(output, finish):
                 finish = "stop"
         elif output.tokens or output.prompt_logprobs:
-            later.append((seq, output, finish))
-        result = seq.result(output, finish)
+            flight.later.append((seq, output, finish))
+        seq.report(flight.result, index, output, finish)
         if finish:
             self.forget(seq)
-        return result
 
     def _report(self, flight: Flight, received: float) -> None:
         assert self.driver is not None
@@ -249,13 +255,14 @@ class WorkerGroup:
                 group=self.index,
                 time=time.monotonic(),
                 tokens=flight.batch.num_tokens,
-                sequences=len(flight.batch.slices),
+                sequences=len(flight.batch.requests),
                 cached_tokens=scheduler.cached_tokens - self._cached_tokens,
                 forward_s=flight.forward_s,
                 sample_s=flight.sample_s,
                 schedule_s=self.driver.turn_s,
                 messages_s=received - flight.sent - flight.forward_s - flight.sample_s,
                 output_s=flight.output_s,
+                predicted_s=self.config.predict(flight.batch.shape) if self.config.predict else None,
             )
         )
         self._cached_tokens = scheduler.cached_tokens

@@ -73,22 +73,22 @@ class Offline:
             inputs = self._step(batches[0])
 
     def _step(self, batch: Batch) -> list[Input]:
-        pairs = [(item, self._running[item.sequence.id]) for item in batch.slices]
-        new = [seq.introduce() for _, seq in pairs if not seq.at_worker]
-        work = [seq.work(item) for item, seq in pairs]
+        sequences = [self._running[request] for request in batch.requests]
+        new = [seq.introduce() for seq in sequences if not seq.at_worker]
+        work = [seq.work(batch, index) for index, seq in enumerate(sequences)]
         got, forward_s, sample_s = self.engine.step(new, work, self._dropped)
         self._dropped = []
-        results = []
-        for (item, seq), output in zip(pairs, got, strict=True):
+        result = StepResult(bytearray(len(work)))
+        for index, (seq, output) in enumerate(zip(sequences, got, strict=True)):
             finish = None
             if output.error:
                 seq.sink.fail(output.error)
             else:
-                output = seq.fresh_prompt_logprobs(output, item.start)
+                output = seq.fresh_prompt_logprobs(output, batch.starts[index])
                 finish = seq.take(output)
                 seq.sink.push(output, finish)
             if finish or output.error:
                 self._dropped.append(self._running.pop(seq.id).handle)
-            results.append(seq.result(output, finish))
+            seq.report(result, index, output, finish)
         self.on_step(batch, forward_s, sample_s)
-        return [Complete(0, batch.id, StepResult(tuple(results)))]
+        return [Complete(0, batch.id, result)]

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 
-from paceline.core.batch import Slice, SliceResult
+from paceline.core.batch import Batch, StepResult
 from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceOutput, SliceWork
 from paceline.runtime.api import Sink
@@ -64,16 +64,17 @@ class RunningSequence:
     def introduce(self) -> NewSequence:
         return NewSequence(self.handle, list(self.tokens), self.num_prompt, self.params)
 
-    def work(self, item: Slice) -> SliceWork:
-        """The slice as its engine needs it: with the blocks that are new there. To be sent, in order, once."""
+    def work(self, batch: Batch, index: int) -> SliceWork:
+        """A slice as its engine needs it: with the blocks that are new there. To be sent, in order, once."""
         self.at_worker = True
-        if self.epoch != item.sequence.preemptions:  # it holds other blocks now
-            self.epoch = item.sequence.preemptions
+        sequence = batch.sequences[index]
+        if self.epoch != sequence.preemptions:  # it holds other blocks now
+            self.epoch = sequence.preemptions
             self.blocks_sent = 0
-        blocks = item.sequence.blocks
-        work = SliceWork(self.handle, item.start, item.length, item.emits, self.blocks_sent, blocks[self.blocks_sent :])
+        first, blocks = self.blocks_sent, sequence.blocks
         self.blocks_sent = len(blocks)
-        return work
+        emits = batch.emits[index] == 1
+        return SliceWork(self.handle, batch.starts[index], batch.lengths[index], emits, first, blocks[first:])
 
     def take(self, output: SliceOutput) -> str | None:
         """Appends emitted tokens; answers why the sequence ends here, if it does: "stop" or "length"."""
@@ -89,11 +90,13 @@ class RunningSequence:
         self._prompt_logprobs = max(self._prompt_logprobs, start + len(output.prompt_logprobs))
         return output._replace(prompt_logprobs=fresh)
 
-    def result(self, output: SliceOutput, finish: str | None) -> SliceResult:
-        """The controller's view of an output."""
+    def report(self, result: StepResult, index: int, output: SliceOutput, finish: str | None) -> None:
+        """Enters an output as the controller sees it."""
         if output.error:
-            return SliceResult(failed=True)
-        if not output.tokens:
-            return SliceResult(finish=finish)
-        hashes = self.hasher.extend(self.tokens) if self.cacheable and finish is None else ()
-        return SliceResult(len(output.tokens), finish, hashes)
+            result.failed.append(index)
+            return
+        result.tokens[index] = len(output.tokens)
+        if finish:
+            result.finished.append((index, finish))
+        elif self.cacheable and output.tokens and (hashes := self.hasher.extend(self.tokens)):
+            result.hashes.append((index, hashes))

@@ -14,19 +14,20 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.core.events import Event
+from paceline.core.events import Emitted, Event
 from paceline.runtime.api import GroupLoad, StepRecord
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
+RELATIVE = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # errors, as fractions
 PARTS = ("forward", "sample", "schedule", "messages", "output")
 REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Histogram:
-    """Counts per bucket (upper bounds in seconds) and the sum."""
+    """Counts per bucket (upper bounds, in seconds or as fractions) and the sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -80,6 +81,7 @@ class Metrics:
         self.parts: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(PARTS))
         self.steps: dict[int, int] = defaultdict(int)
         self.cached: dict[int, int] = defaultdict(int)
+        self.prediction: dict[int, Histogram] = defaultdict(lambda: Histogram(RELATIVE))
         self.http: dict[tuple[str, int], int] = defaultdict(int)
         self.rejected = 0
         self._open: dict[str, _Open] = {}
@@ -105,16 +107,18 @@ class Metrics:
                 self.rejected += 1
 
     def _on_tokens(self, event: Event) -> None:
-        known = self._open.get(event.request)
-        if known is None or not event.tokens:
-            return
-        model = known.model
-        model.generation_tokens += event.tokens
-        if known.last:
-            model.between.observe((event.time - known.last) / event.tokens, event.tokens)
-        else:
-            model.first_token.observe(event.time - known.arrival)
-        known.last = event.time
+        assert isinstance(event.detail, Emitted)
+        for request, tokens in zip(event.detail.requests, event.detail.tokens, strict=True):
+            known = self._open.get(request)
+            if known is None or not tokens:
+                continue
+            model = known.model
+            model.generation_tokens += tokens
+            if known.last:
+                model.between.observe((event.time - known.last) / tokens, tokens)
+            else:
+                model.first_token.observe(event.time - known.arrival)
+            known.last = event.time
 
     def on_step(self, record: StepRecord) -> None:
         group = record.group
@@ -126,6 +130,9 @@ class Metrics:
         parts[2] += record.schedule_s
         parts[3] += record.messages_s
         parts[4] += record.output_s
+        if record.predicted_s is not None:
+            actual = record.forward_s + record.sample_s
+            self.prediction[group].observe(abs(record.predicted_s / actual - 1))
 
     # From the routes
 
@@ -187,6 +194,9 @@ class _Samples(Collector):
             for part, value in zip(PARTS, parts, strict=True):
                 seconds.add_metric([str(group), part], value)
         yield seconds
+        errors = {str(group): histogram for group, histogram in m.prediction.items()}
+        text = "|predicted - measured| / measured of steps, where there is a profile."
+        yield _histograms("paceline_step_prediction_error", text, "group", errors)
 
     def _named(self) -> dict[str, ModelMetrics]:
         """Metrics by model; sequences that no route told of, if any, under the empty name."""

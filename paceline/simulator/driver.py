@@ -1,11 +1,11 @@
 """Pumps the controller in virtual time: a heap of what will happen, an executor made of a latency model."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from paceline.controller import Controller
-from paceline.core.batch import Batch, SliceResult, StepResult
-from paceline.core.events import Cancel, Complete, Event, Input, Submit
+from paceline.core.batch import Batch, StepResult
+from paceline.core.events import Advance, Cancel, Complete, Event, Input, Submit
 from paceline.core.protocols import LatencyModel, OutputOracle
 from paceline.core.record import Turn
 from paceline.core.request import Request
@@ -17,8 +17,13 @@ def simulate(
     latency: LatencyModel,
     outputs: OutputOracle,
     cancels: Iterable[tuple[float, str]] = (),
+    watch: Callable[[Batch, list[tuple[float, float]]], None] = lambda batch, stages: None,
 ) -> list[Event]:
-    """Runs until nothing is left to happen; returns all events in order. Any unit of time will do."""
+    """Runs until nothing is left to happen; returns all events in order. Any unit of time will do.
+
+    `latency` is what a batch takes in each stage of its group; `watch` sees every batch with its (begin, end) by stage.
+    """
+    clocks = [[0.0] * group.config.pipeline for group in controller.groups]  # when each stage is free
     future: list[tuple[float, int, Input]] = []
     plans: list[tuple[float, Input]] = [(r.arrival, Submit(r)) for r in arrivals]
     plans += [(time, Cancel(request)) for time, request in cancels]
@@ -35,10 +40,26 @@ def simulate(
         events, batches = controller.turn(inputs, now)
         trace += events
         for batch in batches:
-            done = Complete(batch.group, batch.id, outputs(batch))
-            heapq.heappush(future, (now + latency(batch), serial, done))
-            serial += 1
+            stages = advance(clocks[batch.group], now, latency(batch))
+            watch(batch, stages)
+            if len(stages) > 1:
+                heapq.heappush(future, (stages[0][1], serial, Advance(batch.group, batch.id)))
+            heapq.heappush(future, (stages[-1][1], serial + 1, Complete(batch.group, batch.id, outputs(batch))))
+            serial += 2
     return trace
+
+
+def advance(clocks: list[float], now: float, latency: float) -> list[tuple[float, float]]:
+    """Sends a batch through a pipeline, first in first out: a stage begins when it is free and the one before is done.
+
+    Moves the stages' clocks; returns (begin, end) by stage.
+    """
+    stages, end = [], now
+    for index, free in enumerate(clocks):
+        begin = max(end, free)
+        end = clocks[index] = begin + latency
+        stages.append((begin, end))
+    return stages
 
 
 def replay(controller: Controller, log: Iterable[Turn]) -> list[Event]:
@@ -56,8 +77,10 @@ class FixedOutputs:
         self._left = dict(lengths)
 
     def __call__(self, batch: Batch) -> StepResult:
-        return StepResult(tuple(self._slice(s.sequence.id) if s.emits else SliceResult() for s in batch.slices))
-
-    def _slice(self, request: str) -> SliceResult:
-        self._left[request] -= 1
-        return SliceResult(tokens=1, finish=None if self._left[request] else "length")
+        result = StepResult(bytearray(batch.emits))
+        for index, (request, emits) in enumerate(zip(batch.requests, batch.emits, strict=True)):
+            if emits:
+                self._left[request] -= 1
+                if not self._left[request]:
+                    result.finished.append((index, "length"))
+        return result

@@ -1,14 +1,22 @@
-"""Invariants of every run, whatever arrives: budget, decodes, blocks, progress."""
+"""Invariants of every run, whatever arrives and whatever the policy: budget, decodes, blocks, progress."""
 
+import random
+from collections import Counter, deque
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.policies import POLICIES
+from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
 from paceline.controller import Controller, GroupConfig
-from paceline.core.batch import Batch
-from paceline.core.request import Request
+from paceline.core.batch import Batch, StepResult, StepShape
+from paceline.core.events import Advance, Cancel, Complete, Event, Reset, Submit
+from paceline.core.request import SLO, Request
 from paceline.simulator.driver import FixedOutputs, simulate
 
+TAKE_ALL_DECODES = {"orca", "sarathi_2023", "sarathi_2023_tile_aligned", "sarathi_serve", "paceline"}
+KEEP_TO_THE_BUDGET = {"sarathi_serve", "paceline", "chunked_prefill_only"}
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 200), st.integers(1, 40), st.integers(1, 20), st.integers(0, 2)), min_size=1, max_size=14
 )
@@ -26,22 +34,34 @@ class Checked:
     """A latency model that looks at every batch, and at the scheduler behind it."""
 
     def __init__(self, controller: Controller) -> None:
+        self.config = controller.groups[0].config
         self.scheduler = controller.groups[0].scheduler
+        self.flights: dict[int, Batch] = {}
 
     def __call__(self, batch: Batch) -> int:
-        scheduler = self.scheduler
+        scheduler, policy = self.scheduler, self.config.policy
         scheduler.check()
         decodes = [s for s in batch.slices if s.decode]
-        assert batch.num_tokens <= max(scheduler.config.token_budget, len(decodes))
-        ready = {s.id for s in scheduler.running if s.decoding}
-        assert {s.sequence.id for s in decodes} == ready, "a decode was skipped"
+        if policy in KEEP_TO_THE_BUDGET:
+            assert batch.num_tokens <= max(scheduler.config.token_budget, len(decodes))
+        if policy in TAKE_ALL_DECODES and scheduler.pipeline == 1:
+            ready = {s.id for s in scheduler.running if s.decoding}
+            assert {s.sequence.id for s in decodes} == ready, "a decode was skipped"
         assert len(scheduler.running) <= scheduler.config.max_batch
+        assert len(scheduler.flying) <= scheduler.pipeline
+        assert len(set(batch.requests)) == len(batch.requests), "a sequence is in a batch twice"
         for item in batch.slices:
             assert item.length >= 1
             assert item.end <= len(item.sequence.blocks) * scheduler.config.block_size
+            assert item.end == item.sequence.scheduled
+            assert item.sequence.in_flight == 1 or (policy == "paceline" and not item.decode)
         size = scheduler.config.block_size
-        written = [block for s in batch.slices for block in s.sequence.blocks[s.start // size :]]
+        written = [block for s in batch.slices for block in s.sequence.blocks[s.start // size : -(-s.end // size)]]
         assert len(written) == len(set(written)), "two sequences write the same block"
+        shape = StepShape()
+        for item in batch.slices:
+            shape = shape.add(item.start, item.length, item.emits)
+        assert batch.shape == shape
         return 10 + batch.num_tokens
 
 
@@ -50,10 +70,17 @@ def shared_prefixes(family: int, prompt: int, size: int) -> tuple[int, ...]:
     return tuple(1000 * family + i for i in range(prompt // size)) if family else ()
 
 
-@settings(max_examples=300, deadline=None)
-@given(REQUESTS, LIMITS, st.sets(st.integers(0, 13)), st.integers(0, 400))
-def test_every_run_keeps_the_invariants(rows, limits, cancelled, cancel_time):
-    controller = Controller([GroupConfig(scheduler=limits)])
+@settings(max_examples=600, deadline=None)
+@given(
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from([1, 1, 2, 4]),
+    REQUESTS,
+    LIMITS,
+    st.sets(st.integers(0, 13)),
+    st.integers(0, 400),
+)
+def test_every_run_keeps_the_invariants(policy, pipeline, rows, limits, cancelled, cancel_time):
+    controller = Controller([GroupConfig(scheduler=limits, policy=policy, pipeline=pipeline)])
     requests = [
         Request(str(i), prompt, output, arrival=arrival, prefix=shared_prefixes(family, prompt, limits.block_size))
         for i, (arrival, prompt, output, family) in enumerate(rows)
@@ -62,19 +89,23 @@ def test_every_run_keeps_the_invariants(rows, limits, cancelled, cancel_time):
     cancels = [(cancel_time, str(i)) for i in cancelled]
     trace = simulate(controller, requests, Checked(controller), outputs, cancels)
     scheduler = controller.groups[0].scheduler
-    assert not scheduler.waiting and not scheduler.running and not controller.sequences
+    assert not scheduler.waiting and not scheduler.running and not scheduler.prompts and not controller.sequences
     scheduler.check()
     assert scheduler.blocks.num_free == limits.num_blocks
     ends = {e.request: e.kind for e in trace if e.kind in ("finished", "rejected", "cancelled")}
     for request in requests:
         fits = scheduler.fits(request.prompt_tokens, request.max_tokens)
         assert ends[request.id] in (("finished", "cancelled") if fits else ("rejected",))
-        emitted = sum(e.tokens for e in trace if e.kind == "tokens" and e.request == request.id)
-        assert ends[request.id] != "finished" or emitted == request.max_tokens
+        assert ends[request.id] != "finished" or emitted(trace, request.id) == request.max_tokens
 
 
-def run(limits: SchedulerConfig, requests: list[Request]):
-    controller = Controller([GroupConfig(scheduler=limits)])
+def emitted(trace: list[Event], request: str) -> int:
+    columns = [e.detail for e in trace if e.kind == "tokens"]
+    return sum(n for rows in columns for id, n in zip(rows.requests, rows.tokens, strict=True) if id == request)
+
+
+def run(limits: SchedulerConfig, requests: list[Request], **options):
+    controller = Controller([GroupConfig(scheduler=limits, **options)])
     outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
     trace = simulate(controller, requests, lambda batch: 10 + batch.num_tokens, outputs)
     return controller, trace
@@ -95,3 +126,193 @@ def test_the_last_token_is_computed_even_if_all_blocks_are_cached():
     prefix = tuple(range(8))
     _, trace = run(limits, [Request("a", 32, 1, prefix=prefix), Request("b", 32, 1, arrival=1000, prefix=prefix)])
     assert [e.tokens for e in trace if e.kind == "started"] == [32, 4]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_prefix_hit_is_not_computed_under_any_policy(policy):
+    limits = SchedulerConfig(token_budget=8, block_size=4, num_blocks=64)
+    prefix = tuple(range(8))
+    requests = [Request("a", 33, 2, prefix=prefix), Request("b", 33, 2, arrival=1000, prefix=prefix)]
+    _, trace = run(limits, requests, policy=policy)
+    assert [e.tokens for e in trace if e.kind == "started" and e.time >= 1000] == [1, 1]
+
+
+def firsts(trace: list[Event]) -> list[str]:
+    """Requests in the order of their first tokens."""
+    columns = [e.detail for e in trace if e.kind == "tokens"]
+    return list(dict.fromkeys(id for rows in columns for id, n in zip(rows.requests, rows.tokens, strict=True) if n))
+
+
+def test_a_short_prompt_with_a_goal_is_not_stuck_behind_a_long_one():
+    limits = SchedulerConfig(token_budget=16, num_blocks=1000)
+    requests = [Request("long", 400, 1), Request("plain", 16, 1, arrival=20), Request("goal", 16, 1, arrival=30)]
+    assert firsts(run(limits, requests)[1]) == ["long", "plain", "goal"]
+    requests[2] = Request("goal", 16, 1, arrival=30, slo=SLO(ttft=20.0))
+    controller, trace = run(limits, requests)
+    assert firsts(trace) == ["goal", "long", "plain"]
+    assert next(e.time for e in trace if e.kind == "finished") == 26 + 26 + 26, "in the next step after it came"
+
+
+def test_nobody_starves_behind_goals():
+    """One step is worth 26 s; a stream of short prompts with goals would never let the one without in."""
+    limits = SchedulerConfig(token_budget=16, num_blocks=1000)
+    stream = [Request(str(i), 16, 1, arrival=26.0 * i, slo=SLO(ttft=1.0)) for i in range(20)]
+    order = firsts(run(limits, [Request("plain", 16, 1), *stream])[1])
+    assert order.index("plain") == 3, "after 60 s it is as urgent as they are"
+
+
+def test_chunks_of_one_prompt_follow_each_other_through_the_pipeline():
+    stages = []
+    controller = Controller([GroupConfig(scheduler=SchedulerConfig(token_budget=16), pipeline=3)])
+    outputs = FixedOutputs({"a": 1})
+    watch = lambda batch, times: stages.append(times)  # noqa: E731
+    simulate(controller, [Request("a", 64, 1)], lambda batch: 10, outputs, watch=watch)
+    assert [times[0] for times in stages] == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert stages[-1][-1] == (50, 60)
+
+
+@pytest.mark.parametrize(("policy", "width"), [("paceline", 2), ("sarathi_serve", 6)])
+def test_decodes_are_spread_over_the_pipeline(policy, width):
+    requests = [Request(str(i), 4, 60) for i in range(6)]
+    _, trace = run(SchedulerConfig(), requests, policy=policy, pipeline=3)
+    widths = [e.tokens for e in trace if e.kind == "started"]
+    assert widths[20:40] == [width] * 20
+
+
+def test_a_cancelled_prompt_with_chunks_in_flight_is_dropped_when_the_last_is_back():
+    controller = Controller([GroupConfig(scheduler=SchedulerConfig(token_budget=16), pipeline=3)])
+    _, (first,) = controller.turn([Submit(Request("a", 64, 1))], 0.0)
+    scheduler = controller.groups[0].scheduler
+    scheduler.advance(first.id)
+    second = controller.next_batch(0, 1.0)
+    assert [(s.start, s.end) for s in second.slices] == [(16, 32)]
+    assert [e.kind for e in controller.cancel("a", 2.0)] == ["cancelled"]
+    assert controller.cancel("a", 2.0) == []
+    controller.complete(0, first.id, StepResult(bytearray(1)), 3.0)
+    assert controller.sequences and scheduler.running, "a worker still writes to its blocks"
+    scheduler.advance(second.id)
+    assert controller.next_batch(0, 3.0) is None, "nobody wants the third chunk"
+    controller.complete(0, second.id, StepResult(bytearray(1)), 4.0)
+    assert not controller.sequences and not scheduler.running
+    scheduler.check()
+
+
+def test_a_step_that_only_preempted_is_told_and_is_not_the_last():
+    """A policy may preempt and take nothing: the events come all the same, and another step is composed at once."""
+    calls = []
+
+    def preempts_first(scheduler: Scheduler) -> None:
+        calls.append(len(scheduler.running))
+        if len(calls) == 2:
+            scheduler.preempt(scheduler.running[0])
+        else:
+            POLICIES["sarathi_serve"]().compose(scheduler)
+
+    controller = Controller([GroupConfig()])
+    controller.groups[0].scheduler.policy = Policy(preempts_first)
+    outputs = FixedOutputs({"a": 3})
+    trace = simulate(controller, [Request("a", 8, 3)], lambda batch: 1, outputs)
+    assert [e.kind for e in trace] == [
+        *("accepted", "started", "tokens"),
+        *("preempted", "started", "tokens"),
+        *("started", "tokens", "finished"),
+    ]
+
+
+def test_preemption_is_told_even_if_nothing_can_run():
+    controller = Controller([GroupConfig()])
+    _, (batch,) = controller.turn([Submit(Request("a", 8, 3))], 0.0)
+    scheduler = controller.groups[0].scheduler
+    controller.complete(0, batch.id, StepResult(bytearray([1])), 1.0)
+    scheduler.policy = Policy(lambda s: [s.preempt(x) for x in list(s.running)] and None)
+    events, batches = controller.turn([], 2.0)
+    assert [e.kind for e in events] == ["preempted"] and not batches
+
+
+def test_a_budget_is_asked_each_step_and_kept_to():
+    asked = []
+
+    def budget(shape, prompts, tbt):
+        asked.append((shape, list(prompts), tbt))
+        return 7 if len(asked) == 2 else 1000
+
+    limits = SchedulerConfig(token_budget=10)
+    requests = [Request("a", 4, 5, slo=SLO(tbt=0.2)), Request("b", 30, 2, arrival=5)]
+    _, trace = run(limits, requests, budget=budget)
+    assert asked[0] == (StepShape(), [(0, 4)], None)
+    assert asked[1] == (StepShape(1, 1, 1, 4), [(0, 30)], 0.2)
+    assert asked[2] == (StepShape(1, 1, 1, 5), [(6, 24)], 0.2)
+    assert [e.tokens for e in trace if e.kind == "started"][:4] == [4, 7, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_budget", 0),
+        ("max_batch", 0),
+        ("block_size", 0),
+        ("num_blocks", -1),
+        ("max_num_batched_tokens", 0),
+        ("max_model_len", 0),
+        ("watermark", 1.0),
+        ("watermark", -0.1),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        SchedulerConfig(**{name: value})
+
+
+def test_an_unknown_policy_and_an_empty_pipeline_are_refused():
+    with pytest.raises(ValueError, match="policy: 'fifo' is not one of .*orca.*sarathi_serve"):
+        Controller([GroupConfig(policy="fifo")])
+    with pytest.raises(ValueError, match="pipeline"):
+        Controller([GroupConfig(pipeline=0)])
+
+
+def test_the_table_grows():
+    controller = Controller([GroupConfig(scheduler=SchedulerConfig(max_batch=2000, token_budget=4000))])
+    requests = [Request(str(i), 2, 3) for i in range(1500)]
+    trace = simulate(controller, requests, lambda batch: 1, FixedOutputs({r.id: 3 for r in requests}))
+    assert [e.tokens for e in trace if e.kind == "started"] == [3000, 1500, 1500]
+    assert sum(e.kind == "finished" for e in trace) == 1500
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("seed", range(8))
+def test_failures_resets_and_cancellations_leak_nothing(policy, seed):
+    """Whatever goes wrong with batches in flight, what is left goes on, and in the end all is free."""
+    rng = random.Random(seed)
+    limits = SchedulerConfig(token_budget=12, max_batch=6, block_size=4, num_blocks=24)
+    controller = Controller([GroupConfig(scheduler=limits, policy=policy, pipeline=3)])
+    scheduler = controller.groups[0].scheduler
+    lengths = {str(i): rng.randint(1, 12) for i in range(30)}
+    outputs = FixedOutputs(lengths)
+    inputs = [Submit(Request(id, rng.randint(1, 30), length, rng.random())) for id, length in lengths.items()]
+    flights: deque[Batch] = deque()
+    ends: Counter[str] = Counter()
+    now, calm = 0.0, False
+    while inputs or flights:
+        events, batches = controller.turn(inputs, now)
+        ends.update(e.request for e in events if e.kind in ("finished", "cancelled", "failed"))
+        flights.extend(batches)
+        scheduler.check()
+        now, inputs, calm = now + 1.0, [], now > 60
+        if not calm and rng.random() < 0.05:
+            inputs.append(Reset(0))
+            flights.clear()
+        if not calm and rng.random() < 0.2:
+            inputs.append(Cancel(str(rng.randrange(30))))
+        if scheduler.entering is not None and rng.random() < 0.5:
+            inputs.append(Advance(0, scheduler.entering))
+        elif flights:
+            batch = flights.popleft()
+            result = outputs(batch)
+            if not calm and rng.random() < 0.1:
+                index = rng.randrange(len(batch.requests))
+                result.failed.append(index)
+                result.finished = [(i, reason) for i, reason in result.finished if i != index]
+            inputs.append(Complete(0, batch.id, result))
+    assert ends == Counter(lengths.keys())
+    assert not controller.sequences and scheduler.blocks.num_free == limits.num_blocks
+    scheduler.check()

@@ -5,11 +5,10 @@ from itertools import count
 
 import pytest
 
-from paceline.batching.policies import sarathi_serve
+from paceline.batching.policies import policy as named
 from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
-from paceline.core.batch import Slice
 from paceline.core.request import SamplingParams
 from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
@@ -46,25 +45,21 @@ def params(kind: str) -> list[SamplingParams]:
 
 def forced(every: int) -> Policy:
     """The default policy, but now and then the latest sequence is preempted for no reason."""
-    steps = count(1)
+    steps, policy = count(1), named("paceline")
 
-    def compose(scheduler: Scheduler) -> list[Slice]:
+    def compose(scheduler: Scheduler) -> None:
         if next(steps) % every == 0 and scheduler.running:
             scheduler.preempt(scheduler.running[-1])
-        slices, preempted = sarathi_serve(scheduler), scheduler.preempted
-        if not slices:  # nothing is admitted in a step that preempted: this is the next one
-            scheduler.preempted = []
-            slices = sarathi_serve(scheduler)
-            scheduler.preempted = preempted + scheduler.preempted
-        return slices
+        policy.compose(scheduler)
 
-    return compose
+    return replace(policy, compose=compose)
 
 
-def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS, policy=sarathi_serve):
+def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS, policy=None):
     limits = SchedulerConfig(token_budget=budget, max_batch=16, num_blocks=num_blocks)
     offline = Offline(runner, GroupConfig(scheduler=limits))
-    offline.controller.groups[0].scheduler.policy = policy
+    if policy:
+        offline.controller.groups[0].scheduler.policy = policy
     preempted = []
     offline.on_step = lambda batch, forward_s, sample_s: preempted.extend(batch.preempted)
     return [output.tokens for output in offline.generate(prompts, params)], len(preempted)

@@ -10,17 +10,24 @@ from paceline.batching.scheduler import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch
-from paceline.core.events import Cancel, Complete, Event, Input, Submit
+from paceline.core.events import Advance, Cancel, Complete, Event, Input, Submit
 from paceline.core.request import Request
 from paceline.runtime.driver import Driver
-from paceline.simulator.driver import FixedOutputs, replay, simulate
+from paceline.simulator.driver import FixedOutputs, advance, replay, simulate
 from tests.fidelity.virtual_loop import run
 
 
 def controller() -> Controller:
     tight = SchedulerConfig(token_budget=24, max_batch=6, block_size=4, num_blocks=40)
     wide = SchedulerConfig(token_budget=64, max_batch=16, block_size=16, num_blocks=64)
-    return Controller([GroupConfig(("a",), tight, max_waiting=12), GroupConfig(("b",), wide)])
+    return Controller(
+        [
+            GroupConfig(("a",), tight, max_waiting=12),
+            GroupConfig(("b",), wide),
+            GroupConfig(("c",), tight, pipeline=3),
+            GroupConfig(("d",), wide, "prefill_first", pipeline=2),
+        ]
+    )
 
 
 def latency(batch: Batch) -> float:
@@ -30,10 +37,10 @@ def latency(batch: Batch) -> float:
 def workload(seed: int) -> tuple[list[Request], list[tuple[float, str]]]:
     rng = random.Random(seed)
     requests = [
-        Request(str(i), rng.randint(1, 40), rng.randint(1, 12), arrival=rng.randrange(200) / 8, model=rng.choice("ab"))
-        for i in range(40)
+        Request(str(i), rng.randint(1, 40), rng.randint(1, 12), rng.randrange(200) / 8, rng.choice("abcd"))
+        for i in range(80)
     ]
-    cancels = [(rng.randrange(400) / 8, str(rng.randrange(40))) for _ in range(8)]
+    cancels = [(rng.randrange(400) / 8, str(rng.randrange(80))) for _ in range(16)]
     return requests, cancels
 
 
@@ -44,16 +51,20 @@ def post_all(driver: Driver, items: list[Input]) -> None:
 
 
 async def drive(requests: list[Request], cancels: list[tuple[float, str]], log: list[str]) -> list[Event]:
-    """Runs the asyncio driver with executors that sleep for as long as the model would take."""
+    """Runs the asyncio driver with executors that sleep for as long as each stage of the model would take."""
     loop = asyncio.get_running_loop()
     outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
     trace: list[Event] = []
+    groups = controller()
+    clocks = [[0.0] * group.config.pipeline for group in groups.groups]
 
     def execute(batch: Batch) -> None:
-        done = Complete(batch.group, batch.id, outputs(batch))
-        loop.call_at(loop.time() + latency(batch), driver.post, done)
+        stages = advance(clocks[batch.group], loop.time(), latency(batch))
+        if len(stages) > 1:
+            loop.call_at(stages[0][1], driver.post, Advance(batch.group, batch.id))
+        loop.call_at(stages[-1][1], driver.post, Complete(batch.group, batch.id, outputs(batch)))
 
-    driver = Driver(controller(), execute, trace.extend, loop.time, lambda now, i: log.append(record.dump(now, i)))
+    driver = Driver(groups, execute, trace.extend, loop.time, lambda now, i: log.append(record.dump(now, i)))
     for time, group in groupby(sorted(cancels), key=lambda c: c[0]):  # before the arrivals: the turn sorts them
         loop.call_at(time, post_all, driver, [Cancel(request) for _, request in group])
     for time, group in groupby(sorted(requests, key=lambda r: r.arrival), key=lambda r: r.arrival):
@@ -87,4 +98,4 @@ def test_completions_come_before_arrivals_at_one_instant():
     outputs = FixedOutputs({"a": 1, "b": 1})
     trace = simulate(Controller([GroupConfig(scheduler=limits)]), requests, latency, outputs)
     at = [(e.kind, e.request) for e in trace if e.time == 1.25]
-    assert at == [("tokens", "a"), ("finished", "a"), ("accepted", "b"), ("started", "1")]
+    assert at == [("tokens", "0"), ("finished", "a"), ("accepted", "b"), ("started", "1")]

@@ -181,6 +181,39 @@ async def test_a_killed_worker_is_replaced_and_streams_go_on():
         check_empty(running)
 
 
+class TwoInFlight(LocalFleet):
+    """Each group has two batches at its worker, which runs them one after the other."""
+
+    def _group_config(self, group):
+        return replace(super()._group_config(group), pipeline=2)
+
+
+async def test_a_crash_keeps_what_all_batches_in_flight_had_yielded():
+    """After the first crash sequences run one by one; the second comes when each of two batches is half done."""
+    running = TwoInFlight([worker(delay=0.03)], FleetConfig(max_batch=8, policy="prefill_first_padded"))
+    await running.start()
+    group = running.groups[0]
+
+    def half_done() -> bool:
+        flights = group._flying.values()
+        return len(flights) == 2 and all(flight.parts and any(flight.result.tokens) for flight in flights)
+
+    try:
+        sinks = [Collector() for _ in range(8)]
+        for i, sink in enumerate(sinks):
+            running.submit("toy", [i, i + 1, i + 2], SamplingParams(max_tokens=6), sink)
+        await until(lambda: len(sinks[-1].tokens) > 1)
+        os.kill(group.pid, signal.SIGKILL)
+        await until(half_done)
+        os.kill(group.pid, signal.SIGKILL)
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        for i, sink in enumerate(sinks):
+            assert sink.tokens == expected([i, i + 1, i + 2], 6)
+        check_empty(running)
+    finally:
+        await running.stop()
+
+
 async def test_a_worker_that_dies_by_itself_is_replaced(tmp_path):
     async with fleet(marker=str(tmp_path / "crashed")) as running:
         sink = Collector()

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from paceline.batching.policies import POLICIES
 from paceline.batching.scheduler import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
@@ -12,9 +13,21 @@ from tests.runtime.test_fleet import expected
 from tests.runtime.toy_worker import POISON, ToyEngine
 
 
-def offline(budget: int = 16, num_blocks: int = 24) -> Offline:
+def offline(budget: int = 16, num_blocks: int = 24, policy: str = "paceline") -> Offline:
     limits = SchedulerConfig(token_budget=budget, block_size=4, num_blocks=num_blocks)
-    return Offline(ToyEngine(num_blocks), GroupConfig(scheduler=limits))
+    return Offline(ToyEngine(num_blocks), GroupConfig(scheduler=limits, policy=policy))
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("num_blocks", [14, 400])
+def test_every_policy_runs_an_engine(policy, num_blocks):
+    rng = random.Random(6)
+    shared = [rng.randrange(900) for _ in range(8)]
+    prompts = [shared * (i % 2) + [rng.randrange(900) for _ in range(rng.randint(1, 12))] for i in range(12)]
+    job = offline(6, num_blocks, policy)
+    outputs = job.generate(prompts, [SamplingParams(max_tokens=15)] * 12)
+    assert [o.tokens for o in outputs] == [expected(p, 15) for p in prompts]
+    job.controller.groups[0].scheduler.check()
 
 
 @pytest.mark.parametrize("budget", [1, 7, 64])

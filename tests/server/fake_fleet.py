@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from paceline.core.events import Event
+from paceline.core.events import Emitted, Event
 from paceline.core.request import NO_SLO, SLO, SamplingParams
 from paceline.core.work import EngineInfo, SliceOutput, TokenLogprobs
 from paceline.runtime.api import GroupLoad, ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
@@ -126,7 +126,7 @@ class FakeFleet:
                 finish = "length"
         top = seq.params.logprobs
         logprobs = [] if top is None else [self.logprob(token, top) for token in tokens]
-        self._tell("tokens", seq, len(tokens))
+        self._tell("tokens", seq, len(tokens), Emitted([seq.id], bytes([len(tokens)])))
         if finish:
             del self.running[seq.id]
             self._tell("finished", seq, seq.generated, finish)
@@ -156,7 +156,7 @@ class FakeFleet:
         chosen = -math.log(2 + token)
         return TokenLogprobs(token, chosen, token + 1, [i for i, _ in likeliest], [p for _, p in likeliest])
 
-    def _tell(self, kind: str, seq: Running, tokens: int = 0, detail: str = "") -> None:
+    def _tell(self, kind: str, seq: Running, tokens: int = 0, detail: Emitted | str = "") -> None:
         event = Event(kind, asyncio.get_running_loop().time(), 0, seq.id, tokens, detail)
         for observer in self.observers:
             observer.on_events([event])

@@ -5,7 +5,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.core.events import Event
+from paceline.core.events import Emitted, Event
 from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.api import GroupLoad, StepRecord
 from paceline.server.app import ServerConfig
@@ -25,16 +25,18 @@ def samples(text: str) -> dict[str, float]:
 LOAD = [GroupLoad(waiting=4, running=3, blocks_used=80, blocks_total=160)]
 
 
+def tokens(time: float, **emitted: int) -> Event:
+    return Event("tokens", time, 0, "0", sum(emitted.values()), Emitted(list(emitted), bytes(emitted.values())))
+
+
 def observed() -> Metrics:
     metrics = Metrics()
     metrics.on_events([Event("accepted", 1.0, 0, "a"), Event("accepted", 1.0, 0, "b")])
     metrics.admitted("a", "tiny", 10)
     metrics.admitted("b", "tiny", 20)
-    metrics.on_events([Event("started", 1.1, 0, "0", 2), Event("tokens", 1.3, 0, "a", 1)])
+    metrics.on_events([Event("started", 1.1, 0, "0", 2), tokens(1.3, a=1)])
     metrics.on_step(StepRecord(0, 1.3, 30, 2, 8, 0.2, 0.01, 0.001, 0.002, 0.003))
-    metrics.on_events(
-        [Event("preempted", 1.35, 0, "b"), Event("tokens", 1.5, 0, "a", 2), Event("tokens", 1.5, 0, "b", 1)]
-    )
+    metrics.on_events([Event("preempted", 1.35, 0, "b"), tokens(1.5, a=2, b=1)])
     metrics.on_step(StepRecord(0, 1.5, 2, 2, 0, 0.1, 0.01, 0.001, 0.002, 0.003))
     metrics.on_events([Event("finished", 1.5, 0, "a", 3, "length"), Event("rejected", 1.6, 0, "c")])
     metrics.ended("tiny", "length")
@@ -101,3 +103,13 @@ async def test_metrics_of_a_running_server(tokenizer: Tokenizer) -> None:
         assert found["paceline_prompt_tokens_total{model=tiny}"] == 6 + len(tokenizer.encode("x", True))
         assert found["vllm:time_to_first_token_seconds_count{model_name=tiny}"] == 3
         assert found["paceline_running{group=0}"] == 0
+
+
+def test_predictions_are_compared_with_what_steps_took() -> None:
+    metrics = observed()  # two steps without a prediction
+    for predicted in (0.101, 0.08):
+        metrics.on_step(StepRecord(0, 2.0, 2, 2, 0, 0.09, 0.01, 0.001, 0.002, 0.003, predicted))
+    found = samples(exposition(metrics, LOAD, False).decode())
+    name = "paceline_step_prediction_error"
+    assert found[f"{name}_count{{group=0}}"] == 2 and found[f"{name}_sum{{group=0}}"] == pytest.approx(0.21)
+    assert found[f"{name}_bucket{{group=0}}{{le=0.02}}"] == 1 and found[f"{name}_bucket{{group=0}}{{le=0.3}}"] == 2
