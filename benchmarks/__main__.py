@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.machine import describe
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ["offline_mixed", "http_streams", "memory"]
+NAMES = ["offline_mixed", "http_streams", "memory", "floor", "quantization", "prediction", "scheduler"]
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
         module = importlib.import_module(f"benchmarks.{name}")
         result: dict = {"benchmark": name, "about": module.__doc__.strip().splitlines()[0], "machine": describe()}
         begin = time.time()
-        for model in options.models.split(","):
+        for model in getattr(module, "CASES", options.models.split(",")):
             print(f"== {name}: {model}", flush=True)
             result[model] = module.run(model)
             result["seconds"] = round(time.time() - begin)

@@ -1,4 +1,4 @@
-"""Steps against the floor: bytes that must move over bandwidth, operations over GEMM peak, both measured in the same run.
+"""Steps against the floor: bytes over bandwidth, operations over GEMM peak, both measured in the same run.
 
 Decodes at several batch sizes and prompts at two lengths, in fp32 and int8, all interleaved; medians over the rounds.
 """
