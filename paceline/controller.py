@@ -4,12 +4,12 @@ Both drivers, the simulator and the runtime, do nothing but `turn` at the times 
 to repeat every decision.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from paceline.batching.policies import policy
 from paceline.batching.scheduler import Scheduler, SchedulerConfig
-from paceline.core.batch import Batch, StepResult
+from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Advance, Cancel, Complete, Emitted, Event, Input, Reset, Submit
 from paceline.core.protocols import Budget
 from paceline.core.request import Request, Sequence
@@ -25,6 +25,7 @@ class GroupConfig:
     pipeline: int = 1  # batches in flight at most
     max_waiting: int | None = None  # requests beyond those are rejected
     budget: Budget | None = None  # chooses the width of each step; None: always `scheduler.token_budget`
+    predict: Callable[[StepShape], float] | None = None  # seconds of a step on a machine at its usual pace
 
     def __post_init__(self) -> None:
         if self.pipeline < 1:
@@ -43,7 +44,7 @@ class Controller:
 
     def __init__(self, groups: Iterable[GroupConfig]) -> None:
         self.groups = [
-            GroupState(g, Scheduler(g.scheduler, policy(g.policy), g.budget, g.pipeline)) for g in groups
+            GroupState(g, Scheduler(g.scheduler, policy(g.policy), g.budget, g.pipeline, g.predict)) for g in groups
         ]
         self.sequences: dict[str, tuple[int, Sequence]] = {}  # those that are waiting or running
 

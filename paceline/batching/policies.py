@@ -7,7 +7,7 @@ which the published code does not.
 from collections import deque
 from collections.abc import Callable
 
-from paceline.batching.scheduler import Policy, Scheduler
+from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
 from paceline.core.request import Request, Sequence
 
 PATIENCE_S = 60.0  # a prompt without a goal counts as one that wants its first token after so long
@@ -176,13 +176,21 @@ def first_token_wanted(request: Request) -> tuple[float, ...]:
     return request.arrival + goal, request.arrival
 
 
+def chunk_and_decodes(config: SchedulerConfig) -> int:
+    return config.token_budget + config.max_batch
+
+
+def whole_prompts(config: SchedulerConfig) -> int:
+    return config.max_num_batched_tokens + config.max_batch
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "request_level": lambda: Policy(RequestLevel(), reserves=True),
-    "orca": lambda: Policy(orca, reserves=True),
-    "prefill_first": lambda: Policy(prefill_first),
-    "prefill_first_padded": lambda: Policy(prefill_first_padded),
-    "sarathi_2023": lambda: Policy(sarathi_2023),
-    "sarathi_2023_tile_aligned": lambda: Policy(sarathi_2023_tile_aligned),
+    "request_level": lambda: Policy(RequestLevel(), reserves=True, widest=whole_prompts),
+    "orca": lambda: Policy(orca, reserves=True, widest=whole_prompts),
+    "prefill_first": lambda: Policy(prefill_first, widest=whole_prompts),
+    "prefill_first_padded": lambda: Policy(prefill_first_padded, widest=whole_prompts),
+    "sarathi_2023": lambda: Policy(sarathi_2023, widest=chunk_and_decodes),
+    "sarathi_2023_tile_aligned": lambda: Policy(sarathi_2023_tile_aligned, widest=chunk_and_decodes),
     "sarathi_serve": lambda: Policy(sarathi_serve),
     "chunked_prefill_only": lambda: Policy(ChunkedPrefillOnly()),
     "paceline": lambda: Policy(paceline, late=True, place=first_token_wanted),

@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.batching import table as compiled
 from paceline.batching.blocks import Blocks
+from paceline.batching.budget import Pace
 from paceline.batching.table import LENGTH, SLOT, START, Ints, Table
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.protocols import Budget
@@ -64,6 +65,8 @@ class Policy:
     reserves: bool = False  # admission takes the blocks of the longest sequence, and knows no watermark
     late: bool = False  # composes a step when the first stage of the pipeline is free for it, not before
     place: Callable[[Request], tuple[float, ...]] = lambda request: (request.arrival,)  # order among prompts
+    # Tokens of a step to plan memory for; Orca and request-level batches know no bound but the cache.
+    widest: Callable[[SchedulerConfig], int] = lambda config: max(config.token_budget, config.max_batch)
 
 
 class Scheduler:
@@ -74,9 +77,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, policy: Policy, budget: Budget | None = None, pipeline: int = 1
+        self,
+        config: SchedulerConfig,
+        policy: Policy,
+        budget: Budget | None = None,
+        pipeline: int = 1,
+        predict: Callable[[StepShape], float] | None = None,
     ) -> None:
         self.config, self.policy, self.budget, self.pipeline = config, policy, budget, pipeline
+        self.pace = Pace(predict) if predict else None
         self.blocks = Blocks(config.num_blocks, config.block_size)
         self.table = Table()
         self.waiting: deque[Sequence] = deque()
@@ -127,7 +136,7 @@ class Scheduler:
         count, table = self._num_slices, self.table
         if not count:
             return None
-        shape = compiled.depart(table.numbers, table.step, count, table.emits)
+        shape = StepShape(*compiled.depart(table.numbers, table.step, count, table.emits))
         step = table.step[:, :count].copy()
         slots = step[SLOT]
         batch = Batch(
@@ -139,7 +148,8 @@ class Scheduler:
             step[LENGTH].tolist(),
             table.emits[:count].tobytes(),
             self._num_decodes,
-            StepShape(*shape),
+            shape,
+            self.pace.seconds(shape) if self.pace else None,
             tuple(preempted),
         )
         self.flying[id] = batch, step
@@ -183,7 +193,8 @@ class Scheduler:
             shape = StepShape(self.width, self.width, self.width, int(starts.sum()))
             tbt = compiled.tightest_tbt(table.numbers, table.tbt, table.running, table.count)
             prompts = list(self._candidates(width - self.width))
-            width = min(self.budget(shape, prompts, None if tbt == compiled.NONE else tbt), width)
+            goal, pace = None if tbt == compiled.NONE else tbt, self.pace.factor if self.pace else 1.0
+            width = min(self.budget(shape, prompts, goal, pace), width)
         return width - self.width
 
     def chunk(self, sequence: Sequence, most: int | None = None) -> int:
@@ -266,6 +277,8 @@ class Scheduler:
             return None
         batch, step = self.flying.pop(id)
         self.advance(id)
+        if self.pace and result.seconds:
+            self.pace.observe(batch.shape, result.seconds)
         tokens, gone = result.tokens, list[int]()
         if result.failed or self._num_ended:
             tokens = tokens.copy()

@@ -7,6 +7,16 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+Quantization = Literal["none", "int8"]  # engine.linear.QUANTIZATIONS, without torch
+
+
+class Goals(BaseModel):
+    """Latency goals in seconds: of requests that bring none of their own, and for the token budget."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    ttft: float | None = Field(default=None, gt=0)
+    tbt: float | None = Field(default=None, gt=0)
+
 
 class Entry(BaseModel):
     """One model of the fleet."""
@@ -14,7 +24,8 @@ class Entry(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str = Field(min_length=1, max_length=128)
     source: str
-    quantization: Literal["none"] = "none"
+    quantization: Quantization = "none"
+    slo: Goals = Goals()
 
 
 class FleetFile(BaseModel):
@@ -50,7 +61,8 @@ def _first(error: ValidationError) -> str:
     if mistake["type"] != "extra_forbidden":
         return f"{where}: {mistake['msg']}"
     key = str(mistake["loc"][-1])
-    valid = list((Entry if len(mistake["loc"]) > 1 else FleetFile).model_fields)
+    parents = {1: FleetFile, 3: Entry, 4: Goals}  # by the length of models.INDEX.slo.KEY
+    valid = list(parents[len(mistake["loc"])].model_fields)
     near = difflib.get_close_matches(key, valid, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{where}: unknown key; {hint}valid are {', '.join(valid)}"

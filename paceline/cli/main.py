@@ -7,6 +7,7 @@ import typer
 
 from paceline import __version__
 from paceline.cli.chat import chat
+from paceline.cli.profile import profile
 from paceline.cli.serve import serve
 
 app = typer.Typer(
@@ -16,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
+app.command()(profile)
 app.command()(chat)
 
 

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,18 +14,28 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from paceline.cli import fleet_file
+from paceline.batching import policies
+from paceline.batching.budget import GoalBudget
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.cli import fleet_file, profile_cache
+from paceline.cli.fleet_file import Quantization
+from paceline.cli.profile import goal_budget, measured_here
+from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names, default_name, resolve
 from paceline.cli.worker import WorkerOptions
+from paceline.core.request import NO_SLO, SLO
 from paceline.engine.tokenizer import Tokenizer
+from paceline.latency.profile import Profile
 from paceline.runtime.fleet import FleetConfig, LocalFleet
 from paceline.runtime.group import WorkerConfig
 from paceline.server.app import ServedModel, ServerConfig, create_app
 from paceline.server.serve import bind
 from paceline.server.serve import serve as serve_http
 
-UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 console = Console(stderr=True)
+
+
+DEFAULTS = FleetConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,10 @@ class Model:
     name: str
     path: Path
     tokenizer: Tokenizer
+    quantization: Quantization = "none"
+    slo: SLO = NO_SLO
+    profile: Profile | None = None
+    budget: GoalBudget | None = None  # None: as wide as the token budget, always
 
 
 def serve(
@@ -46,7 +60,15 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="PACELINE_API_KEYS", help="Accepted keys; without any, everybody is.")
     ] = None,
-    token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a step, decodes first (Sarathi-Serve).")] = 512,
+    token_budget: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a step, decodes first; default: by the model's profile, or 512."),
+    ] = None,
+    tbt_goal: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds between tokens: no step is to be longer. Profiles the model.")
+    ] = None,
+    policy: Annotated[str, typer.Option(help="How steps are composed (docs/batching.md).")] = DEFAULTS.policy,
+    quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run at a time.")] = 256,
     max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that wait; more are answered 503.")] = 1024,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's own.")] = None,
@@ -60,9 +82,14 @@ def serve(
 
     Without SOURCE the built-in models. Example: paceline serve builtin:coder --port 8000
     """
-    models = find_models(sources or [f"builtin:{name}" for name in builtin_names()], served_model_name or [])
+    composer = policies.policy(policy)
+    maximum = token_budget or DEFAULTS.token_budget
+    slo = SLO(tbt=tbt_goal)
+    models = find_models(
+        sources or [f"builtin:{name}" for name in builtin_names()], served_model_name or [], quantization, slo
+    )
     limits: dict[str, int | None] = {
-        "max_batch_tokens": max(token_budget, max_batch),
+        "max_batch_tokens": composer.widest(SchedulerConfig(token_budget=maximum, max_batch=max_batch)),
         "max_batch": max_batch,
         "context": context,
         "memory": parse_bytes(memory) if memory else None,
@@ -71,39 +98,70 @@ def serve(
     }
     if record and not record.parent.is_dir():
         raise ValueError(f"record: {record.parent} is not a directory")
-    fleet = FleetConfig(token_budget, max_batch, max_waiting, record=record)
+    options = {
+        "--token-budget": max(2, maximum), "--max-batch": max_batch, "--context": context, "--memory": memory,
+        "--threads": threads,
+    }  # fmt: skip
+    given = [str(word) for option in options.items() if option[1] is not None for word in option]
+    models = [paced(model, maximum, token_budget is not None, threads, given) for model in models]
+    fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(run(models, limits, fleet, server, host, port))
     sys.exit(code)
 
 
-def find_models(sources: list[str], names: list[str]) -> list[Model]:
-    """Resolves all sources before anything is loaded. Raises ValueError naming the source."""
+def find_models(
+    sources: list[str], names: list[str], quantization: Quantization = "none", slo: SLO = NO_SLO
+) -> list[Model]:
+    """Resolves all sources before anything is loaded; `quantization` and `slo` are for those that a fleet file does not
+    name. Raises ValueError naming the source."""
     if len(sources) == 1 and sources[0].endswith((".yaml", ".yml")):
-        entries = [(entry.name, entry.source) for entry in fleet_file.load(Path(sources[0])).models]
+        if quantization != "none" or slo != NO_SLO:
+            raise ValueError("quantization, tbt-goal: with a fleet file they are keys of its models: quantization, slo")
+        entries = fleet_file.load(Path(sources[0])).models
     else:
-        entries = [(default_name(source), source) for source in sources]
+        goals = fleet_file.Goals.model_construct(ttft=slo.ttft, tbt=slo.tbt)
+        entries = [
+            fleet_file.Entry.model_construct(
+                name=default_name(source), source=source, quantization=quantization, slo=goals
+            )
+            for source in sources
+        ]
     if len(names) > len(entries):
         raise ValueError(f"served-model-name: {len(names)} names for {len(entries)} models")
     models = []
-    for index, (name, source) in enumerate(entries):
-        path = resolve(source)
-        models.append(Model(names[index] if index < len(names) else name, path, Tokenizer.load(path)))
+    for index, entry in enumerate(entries):
+        path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
+        goals = SLO(ttft=entry.slo.ttft, tbt=entry.slo.tbt)
+        models.append(Model(name, path, Tokenizer.load(path), entry.quantization, goals))
     twice = [m.name for m in models if [n.name for n in models].count(m.name) > 1]
     if twice:
         raise ValueError(f"served-model-name: two models are called {twice[0]!r}; name them apart")
     return models
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of 6GiB, 512MB (taken as MiB), 1073741824."""
-    number = text.strip().removesuffix("B").removesuffix("i")
-    unit = number[-1:].upper() if number[-1:].isalpha() else ""
-    try:
-        return int(float(number.removesuffix(number[-1:]) if unit else number) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ValueError(f"memory: {text!r} is not a size such as 6GiB or 512MiB") from None
+def paced(model: Model, maximum: int, fixed: bool, threads: int | None, options: list[str]) -> Model:
+    """The model with its profile and the budget that follows: with a goal, or by default where a profile is cached.
+
+    A goal without a profile has it measured first, by `paceline profile` with these options. Raises ValueError for a
+    goal below the floor.
+    """
+    file = profile_cache.cache_file(model.path, model.quantization, profile_cache.Device.here(threads))
+    known, tbt = profile_cache.load(file), model.slo.tbt
+    if known is None and tbt is not None:
+        measured_here(model.path, model.name, [*options, "--quantization", model.quantization])
+        known = profile_cache.load(file)
+        assert known is not None
+    if known is None or (fixed and tbt is None):
+        return replace(model, profile=known)
+    return replace(model, profile=known, budget=goal_budget(model.name, known, maximum, tbt))
+
+
+def worker_config(model: Model, limits: dict[str, int | None]) -> WorkerConfig:
+    options = WorkerOptions(str(model.path), quantization=model.quantization, **limits)
+    predict = model.profile.step_time.seconds if model.profile else None
+    return WorkerConfig(model.name, options.command, model.tokenizer.eos_ids, model.slo, model.budget, predict)
 
 
 async def run(
@@ -116,7 +174,7 @@ async def run(
     except OSError as error:
         raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
     console.print(f"loading {', '.join(m.name for m in models)} (kernels are compiled once, at the first start)")
-    workers = [WorkerConfig(m.name, WorkerOptions(str(m.path), **limits).command, m.tokenizer.eos_ids) for m in models]
+    workers = [worker_config(model, limits) for model in models]
     progress = LoadingProgress([m.name for m in models])
     fleet = LocalFleet(workers, config, progress.update)
     try:
@@ -132,7 +190,7 @@ async def run(
         app = create_app(fleet, served_models(models, fleet), server)
 
         def on_started(url: str) -> None:
-            summary(fleet, config, url, time.monotonic() - begin)
+            summary(fleet, models, config, url, time.monotonic() - begin)
 
         return 0 if await serve_http(app, fleet, sock, on_started=on_started) else 1
     finally:
@@ -167,18 +225,31 @@ class LoadingProgress:
         self._progress.update(self._tasks[name], completed=done, total=total)
 
 
-def summary(fleet: LocalFleet, config: FleetConfig, url: str, seconds: float) -> None:
-    """What runs, in which memory, where."""
+def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: str, seconds: float) -> None:
+    """What runs, in which memory, at which pace, where."""
     table = Table(box=None, pad_edge=False)
-    for column in ("model", "context", "weights", "KV cache", "blocks", "planned peak"):
+    columns = ("model", "context", "weights", "KV cache", "blocks", "planned peak", "token budget", "prediction error")
+    for column in columns:
         table.add_column(column, justify="left" if column == "model" else "right")
-    for status in fleet.status():
+    for model, status in zip(models, fleet.status(), strict=True):
         if info := status.info:
             sizes = [f"{size / 2**20:,.0f} MiB" for size in (info.weight_bytes, info.kv_bytes, info.planned_bytes)]
             blocks = f"{info.num_blocks} x {info.block_size}"
-            table.add_row(status.name, str(info.context), sizes[0], sizes[1], blocks, sizes[2])
+            pace = pace_of(model, config)
+            table.add_row(status.name, str(info.context), sizes[0], sizes[1], blocks, sizes[2], *pace)
         else:
             table.add_row(status.name, "failed")
     console.print(table)
-    console.print(f"token budget {config.token_budget}, at most {config.max_batch} sequences a step")
+    console.print(f"policy {config.policy}, at most {config.max_batch} sequences a step")
     console.print(f"ready in {seconds:.1f} s at [bold]{url}/v1[/bold]  (Ctrl-C drains and ends)", highlight=False)
+
+
+def pace_of(model: Model, config: FleetConfig) -> tuple[str, str]:
+    """The budget in words, and what the profile's predictions are off by."""
+    budget, error = str(config.token_budget), ""
+    if model.budget:
+        knee = f"knee {model.budget.knee}"
+        budget = f"{1e3 * model.budget.tbt:g} ms, {knee}" if model.budget.tbt else knee
+    if model.profile:
+        error = f"P50 {model.profile.error.p50:.1%}, P95 {model.profile.error.p95:.1%}"
+    return budget, error

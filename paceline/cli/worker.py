@@ -25,6 +25,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     context: int | None = None
     threads: int | None = None
+    quantization: str = "none"
 
     def command(self, num_blocks: int | None) -> list[str]:
         """Arguments to the Python interpreter; `num_blocks` as an earlier worker of the same model had."""

@@ -59,6 +59,7 @@ class Batch:
     emits: bytes  # 1: the slice reaches the last known token and yields one
     num_decodes: int
     shape: StepShape
+    predicted: float | None = None  # seconds in the engine
     preempted: tuple[Sequence, ...] = field(default=(), compare=False)  # lost their KV blocks for this batch
 
     @property
@@ -86,3 +87,4 @@ class StepResult:
     finished: list[tuple[int, str]] = field(default_factory=list)  # "stop" or "length": the sequence is done
     hashes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of blocks that emitted tokens filled
     failed: list[int] = field(default_factory=list)  # nothing was computed: the sequence ends and shares no block
+    seconds: float = 0.0  # that the engine took; 0 where nobody looked

@@ -90,14 +90,15 @@ class ModelRunner:
         """Loads a checkpoint directory and plans its memory before the weights are read.
 
         `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool;
-        `context` the most tokens of a sequence; `quantization` is one of `linear.QUANTIZATIONS`. Raises ModelError.
+        `context` the most tokens of a sequence, None what the model and the pool can hold; `quantization` is one of
+        `linear.QUANTIZATIONS`. Raises ModelError.
         """
         if quantization not in QUANTIZATIONS:
             raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         config = ModelConfig.load(path)
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
-        context = context or config.max_context
+        limited, context = context is not None, context or config.max_context
         checkpoint = Checkpoint(path)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -111,6 +112,9 @@ class ModelRunner:
             num_blocks = pool_blocks(
                 config, block_size, used=used, memory=memory, useful_tokens=useful, device=device
             )
+        if limited and num_blocks * block_size < context:
+            room = num_blocks * block_size
+            raise ModelError(f"context: the KV cache holds {room} tokens, less than one sequence of {context}")
         kind = best_kind(device, quantization)
         decoder = load_decoder(checkpoint, config, device=device, kind=kind, progress=progress)
         _trim_heap()

@@ -115,6 +115,7 @@ class LocalFleet:
             self.config.policy,
             max_waiting=self.config.max_waiting,
             budget=group.config.budget,
+            predict=group.config.predict,
         )
 
     async def _watch(self) -> None:

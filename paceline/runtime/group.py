@@ -207,6 +207,7 @@ class WorkerGroup:
                 flight.result.failed.append(index)
         flight.forward_s += message.forward_s
         flight.sample_s += message.sample_s
+        flight.result.seconds += message.forward_s + message.sample_s
         flight.output_s += time.perf_counter() - received
         if flight.parts:
             self._send(flight.batch, flight.parts[0])
@@ -262,7 +263,7 @@ class WorkerGroup:
                 schedule_s=self.driver.turn_s,
                 messages_s=received - flight.sent - flight.forward_s - flight.sample_s,
                 output_s=flight.output_s,
-                predicted_s=self.config.predict(flight.batch.shape) if self.config.predict else None,
+                predicted_s=flight.batch.predicted,
             )
         )
         self._cached_tokens = scheduler.cached_tokens

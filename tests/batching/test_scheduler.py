@@ -232,7 +232,8 @@ def test_preemption_is_told_even_if_nothing_can_run():
 def test_a_budget_is_asked_each_step_and_kept_to():
     asked = []
 
-    def budget(shape, prompts, tbt):
+    def budget(shape, prompts, tbt, pace):
+        assert pace == 1.0
         asked.append((shape, list(prompts), tbt))
         return 7 if len(asked) == 2 else 1000
 
@@ -243,6 +244,13 @@ def test_a_budget_is_asked_each_step_and_kept_to():
     assert asked[1] == (StepShape(1, 1, 1, 4), [(0, 30)], 0.2)
     assert asked[2] == (StepShape(1, 1, 1, 5), [(6, 24)], 0.2)
     assert [e.tokens for e in trace if e.kind == "started"][:4] == [4, 7, 10, 10]
+
+
+def test_memory_is_planned_for_what_a_policy_composes():
+    limits = SchedulerConfig(token_budget=100, max_batch=300, max_num_batched_tokens=5000)
+    widest = {name: POLICIES[name]().widest(limits) for name in POLICIES}
+    assert widest["paceline"] == widest["sarathi_serve"] == 300
+    assert widest["sarathi_2023"] == 400 and widest["prefill_first"] == widest["orca"] == 5300
 
 
 @pytest.mark.parametrize(

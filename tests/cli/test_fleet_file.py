@@ -1,8 +1,10 @@
 import pytest
 
 from paceline.cli import fleet_file
-from paceline.cli.serve import find_models, parse_bytes
+from paceline.cli.serve import find_models
+from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import BUILTIN, builtin_names, resolve
+from paceline.core.request import NO_SLO, SLO
 
 GOOD = "models:\n  - {name: a, source: builtin:coder}\n  - {name: b, source: builtin:coder-draft}\n"
 
@@ -24,6 +26,9 @@ def test_a_fleet_file_names_its_models(tmp_path):
         ("models:\n  - {name: a, sorce: x, source: y}\n", r"models.0.sorce: unknown key; did you mean 'source'\?"),
         ("modles: []\n", r"did you mean 'models'\?.* valid are models|models: Field required"),
         ("models:\n  - {name: a}\n", "models.0.source"),
+        ("models:\n  - {name: a, source: x, slo: {tpt: 1}}\n", r"models.0.slo.tpt: .*mean 'tbt'\? valid are ttft, tbt"),
+        ("models:\n  - {name: a, source: x, slo: {tbt: 0}}\n", "models.0.slo.tbt: .*greater than 0"),
+        ("models:\n  - {name: a, source: x, quantization: int3}\n", "models.0.quantization: .*'none' or 'int8'"),
         ("models: []\n", "models"),
         ("models:\n  - {name: 3, source: x}\n", "models.0.name"),
         (GOOD + "  - {name: a, source: builtin:coder}\n", "'a' is there twice"),
@@ -35,6 +40,14 @@ def test_mistakes_are_one_line_that_names_the_key(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         fleet_file.load(write(tmp_path, text))
     assert "\n" not in str(error.value) and "fleet.yaml" in str(error.value)
+
+
+def test_goals_and_quantization_are_a_models_own(tmp_path):
+    text = GOOD + "  - {name: c, source: builtin:coder, quantization: int8, slo: {ttft: 2.0, tbt: 0.1}}\n"
+    models = find_models([str(write(tmp_path, text))], [])
+    assert [(m.quantization, m.slo) for m in models] == [("none", NO_SLO)] * 2 + [("int8", SLO(2.0, 0.1))]
+    with pytest.raises(ValueError, match="keys of its models"):
+        find_models([str(write(tmp_path, text))], [], slo=SLO(tbt=1.0))
 
 
 def test_a_fleet_file_that_is_not_there_is_named(tmp_path):

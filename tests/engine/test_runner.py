@@ -188,8 +188,10 @@ def test_info_and_limits(model: tuple, runner: ModelRunner) -> None:
     held = sum(value.numel() for name, value in model[1].state_dict().items() if name != "lm_head.weight")
     assert info.weight_bytes == config.weight_bytes() == 4 * held  # the head in memory, the embedding in its file
     assert info.planned_bytes > info.weight_bytes + info.kv_bytes
-    small = ModelRunner.load(model[0], max_batch_tokens=64, max_batch=2, num_blocks=3, block_size=BLOCK, context=100)
+    small = ModelRunner.load(model[0], max_batch_tokens=64, max_batch=2, num_blocks=3, block_size=BLOCK)
     assert small.info.context == 12
+    with pytest.raises(ModelError, match="context: the KV cache holds 12 tokens, less than one sequence of 100"):
+        ModelRunner.load(model[0], max_batch_tokens=64, max_batch=2, num_blocks=3, block_size=BLOCK, context=100)
     useful = ModelRunner.load(model[0], max_batch_tokens=64, max_batch=2, block_size=BLOCK, context=100)
     assert useful.info.num_blocks == 50
 

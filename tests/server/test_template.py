@@ -1,6 +1,7 @@
 """Chat templates: what honest ones mean, and that hostile ones harm nobody."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -62,7 +63,7 @@ async def test_a_hostile_template_fails_alone(name: str) -> None:
     """It gives an error within its limits, the event loop goes on, and the next render works."""
     source, reason = HOSTILE[name]
     template = ChatTemplate(source, time_limit=0.5)
-    ticks = 0
+    ticks, begin = 0, time.monotonic()
 
     async def tick() -> None:
         nonlocal ticks
@@ -74,7 +75,7 @@ async def test_a_hostile_template_fails_alone(name: str) -> None:
     with pytest.raises(TemplateError, match=reason) as caught:
         await template.render(**VARIABLES)
     assert caught.value.by_template == (name == "own words")
-    assert ticks > 1
+    assert ticks > 1 or time.monotonic() - begin < 0.1  # some fail too soon to tell
     template.source = "fine"
     assert await template.render(**VARIABLES) == "fine"
     ticker.cancel()

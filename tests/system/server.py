@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -16,9 +17,9 @@ class Server:
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", "--num-blocks", "256", *arguments]
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env=os.environ | {"COLUMNS": "160"} | environment
-        )
+        self._cache = tempfile.TemporaryDirectory()  # no profile of the developer's machine has a say
+        environment = {"COLUMNS": "160", "XDG_CACHE_HOME": self._cache.name} | environment
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
         self.log: list[str] = []
         self.url = ""
         self._up = threading.Event()
@@ -37,6 +38,8 @@ class Server:
             self.process.kill()
             self.process.wait()
             raise
+        finally:
+            self._cache.cleanup()
 
     def _read(self) -> None:
         for line in self.process.stderr:

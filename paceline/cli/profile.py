@@ -1,0 +1,239 @@
+"""`paceline profile`: measures a model's steps here, and says what follows for the token budget."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from paceline.batching.budget import GoalBudget
+from paceline.cli import profile_cache
+from paceline.cli.fleet_file import Quantization
+from paceline.cli.sizes import parse_bytes
+from paceline.cli.sources import default_name, resolve
+from paceline.core.batch import StepShape
+from paceline.core.model_spec import ModelSpec
+from paceline.latency.profile import Profile
+
+if TYPE_CHECKING:
+    from paceline.engine.runner import ModelRunner
+
+FULL_S, QUICK_S = 120.0, 12.0  # about how long to measure
+MAX_TOKENS = 512  # of a step, unless told otherwise
+BATCHES = (1, 8, 32, 128)
+errors = Console(stderr=True)
+
+
+def profile(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="builtin:NAME, a directory or a hub id.")],
+    token_budget: Annotated[int, typer.Option(min=2, help="The widest step to measure, in tokens.")] = MAX_TOKENS,
+    max_batch: Annotated[int, typer.Option(min=1, help="The most decodes of a step.")] = 256,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's own.")] = None,
+    memory: Annotated[str | None, typer.Option(help="For weights and KV, such as 6GiB; default: what is left.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
+    quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
+    tbt_goal: Annotated[float | None, typer.Option(min=0, help="Seconds between tokens to be held.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, each fewer times.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw time and tokens/s by width into this PNG.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the profile file here too.")] = None,
+) -> None:
+    """Measure what steps of a model take on this machine. `paceline serve` then chooses its token budget from it.
+
+    Example: paceline profile builtin:coder --tbt-goal 0.05
+    """
+    path, name = resolve(source), default_name(source)
+    for option, file in (("plot", plot), ("json", json)):
+        if file and not file.parent.is_dir():
+            raise ValueError(f"{option}: {file.parent} is not a directory")
+    figure = _figure() if plot else None
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for workers; before torch is imported
+    from paceline.engine.kv_cache import available_bytes, resident_bytes
+    from paceline.engine.profiler import profile as measure
+    from paceline.engine.runner import ModelRunner
+
+    limit = parse_bytes(memory) if memory else available_bytes() + resident_bytes()
+    with _progress() as bars:
+        loading = bars.add_task(f"loading {name}", total=None)
+        runner = ModelRunner.load(
+            path,
+            max_batch_tokens=max(token_budget, max_batch),
+            max_batch=max_batch,
+            memory=parse_bytes(memory) if memory else None,
+            context=context,
+            threads=threads,
+            quantization=quantization,
+            progress=lambda done, total: bars.update(loading, completed=done, total=total),
+        )
+        steps = bars.add_task(f"profiling {name}", total=None)
+        result = measure(
+            runner,
+            max_tokens=token_budget,
+            max_batch=max_batch,
+            quantization=quantization,
+            seconds=QUICK_S if quick else FULL_S,
+            progress=lambda done, total: bars.update(steps, completed=done, total=total),
+        )
+    device = profile_cache.Device.here(threads)
+    kept = profile_cache.cache_file(path, quantization, device)
+    for file in (kept, json):
+        if file:
+            profile_cache.save(file, name, result, device)
+    out = Console()
+    out.print(widths_table(result))
+    out.print(findings(result), highlight=False)
+    out.print(budgets_table(result, max_batch, runner.info.num_blocks * runner.info.block_size, runner.info.context))
+    out.print(batch_table(runner, limit))
+    if tbt_goal is not None:
+        out.print(goal_line(name, result, tbt_goal, max_batch, runner.info.context), highlight=False)
+    if plot and figure:
+        draw(figure, result, plot, name)
+    errors.print(f"kept in {kept}", highlight=False, soft_wrap=True)
+
+
+def measured_here(path: Path, name: str, options: list[str]) -> None:
+    """Profiles a model in a process of its own, which shows its progress, and leaves the profile in the cache.
+
+    Raises ValueError when that fails; the process has said why.
+    """
+    command = [sys.executable, "-m", "paceline.cli.main", "profile", str(path), "--quick", *options]
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        raise ValueError(f"tbt: {name!r} could not be profiled, so its goal cannot be kept; see above")
+
+
+def goal_budget(name: str, result: Profile, maximum: int, tbt: float | None) -> GoalBudget:
+    """The budget by this profile, never wider than was measured. Raises ValueError for a goal that no step can hold."""
+    if tbt is not None and tbt < result.floor:
+        raise ValueError(
+            f"tbt: {name!r} cannot hold {1e3 * tbt:.1f} ms between tokens: its floor on this machine, one decode "
+            f"alone, is {1e3 * result.floor:.1f} ms"
+        )
+    widest = min(maximum, result.max_tokens)
+    return GoalBudget(result.step_time.seconds, result.tile, result.knee, widest, tbt, margin=result.error.p95)
+
+
+def widths_table(result: Profile) -> Table:
+    """One line a power of two and a tile more: time, rate, and both floors."""
+    table = Table(box=None, pad_edge=False, title="prompt chunks from context 0", title_justify="left")
+    for column in ("tokens", "ms", "tokens/s", "floor: bytes ms", "operations ms", "share of the floor"):
+        table.add_column(column, justify="right")
+    for tokens, seconds in result.widths.items():
+        if tokens & (tokens - 1) and (tokens - 1) & (tokens - 2) and tokens != result.max_tokens:
+            continue
+        shape = StepShape().add(0, tokens, True)
+        floors = result.roofline.seconds(shape)
+        cells = [f"{1e3 * value:.2f}" for value in floors]
+        table.add_row(
+            str(tokens), f"{1e3 * seconds:.2f}", f"{tokens / seconds:,.0f}", *cells, f"{max(floors) / seconds:.0%}"
+        )
+    return table
+
+
+def findings(result: Profile) -> str:
+    """Knee, tiles, cliffs, coefficients and errors, a line each."""
+    model, microseconds = result.step_time, 1e6
+    tiles = ", ".join(f"{tile} from {begin} on" for begin, tile in result.tiles)
+    cliffs = ", ".join(f"{cliff.tokens} -> {cliff.tokens + 1} {cliff.rise:+.0%}" for cliff in result.cliffs)
+    return "\n".join(
+        [
+            f"knee {result.knee} tokens; tiles: {tiles}; cliffs: {cliffs or 'none'}",
+            f"microseconds: token yielded {model.emit * microseconds:.1f}, decode {model.decode * microseconds:.1f} "
+            f"and {model.decode_context * microseconds:.3f} per token of context, chunk "
+            f"{model.chunk * microseconds:.1f}, {model.chunk_context * microseconds:.3f} per token before it and "
+            f"{model.chunk_pair * microseconds:.5f} per query-key pair",
+            f"error on mixes not fitted: P50 {result.error.p50:.1%}, P95 {result.error.p95:.1%}; the same steps "
+            f"repeated (noise floor): P50 {result.noise.p50:.1%}, P95 {result.noise.p95:.1%}",
+            f"measured with it: {result.roofline.bandwidth / 1e9:.1f} GB/s, {result.roofline.peak / 1e9:.0f} GFLOP/s",
+        ]
+    )
+
+
+def worst(decodes: int, context: int) -> StepShape:
+    """So many decodes, all at this context."""
+    return StepShape(tokens=decodes, emits=decodes, decodes=decodes, decode_context=decodes * context)
+
+
+def budgets_table(result: Profile, max_batch: int, pool: int, context: int) -> Table:
+    """Time of a step as wide as the knee by decodes and contexts, the worst that the KV pool can hold last."""
+    title = "decodes alone, and with a chunk up to the knee"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for column in ("decodes", "context each", "ms", "ms with the chunk"):
+        table.add_column(column, justify="right")
+    for decodes in sorted({min(batch, max_batch) for batch in (*BATCHES, max_batch)}):
+        each = min(context - 1, pool // decodes)
+        shape = worst(decodes, each)
+        chunk = max(1, result.knee - decodes)
+        seconds = (result.step_time.seconds(s) for s in (shape, shape.add(max(0, each - chunk), chunk, True)))
+        table.add_row(str(decodes), str(each), *(f"{1e3 * value:.1f}" for value in seconds))
+    return table
+
+
+def batch_table(runner: "ModelRunner", limit: int) -> Table:
+    """SARATHI's bound on the batch, floor((M_G - M_S) / (L m_kv)), and what fits with everything else in memory."""
+    from paceline.engine.kv_cache import pool_blocks
+
+    info, config = runner.info, runner.decoder.config
+    spec = ModelSpec("", info.weight_bytes, config.kv_bytes_per_token, info.context)
+    blocks = pool_blocks(
+        config, info.block_size, used=info.planned_bytes - info.kv_bytes, memory=limit, useful_tokens=1 << 60
+    )
+    table = Table(box=None, pad_edge=False, title=f"largest batch in {limit / 2**30:.1f} GiB", title_justify="left")
+    for column in ("sequence length", "bound (M_G - M_S) / (L m_kv)", "fits"):
+        table.add_column(column, justify="right")
+    for length in sorted({min(length, info.context) for length in (1024, 2048, 4096, info.context)}):
+        fits = blocks // -(-length // info.block_size)
+        table.add_row(str(length), str(spec.max_sequences(limit, length)), str(fits))
+    return table
+
+
+def goal_line(name: str, result: Profile, tbt: float, max_batch: int, context: int) -> str:
+    """SARATHI's ideal chunk size, turned round: the budget that the goal leaves, or how many decodes hold it at all."""
+    budget = goal_budget(name, result, result.max_tokens, tbt)
+    lines = []
+    for decodes in sorted({min(batch, max_batch) for batch in (*BATCHES, max_batch)}):
+        shape = worst(decodes, context - 1)
+        width = budget(shape, [(max(0, context - result.max_tokens), result.max_tokens)], None)
+        held = result.step_time.seconds(shape) <= tbt
+        lines.append(f"{decodes} decodes: {f'budget {width}' if held else 'more than the goal allows'}")
+    return f"goal {1e3 * tbt:.1f} ms, all contexts at {context}: " + "; ".join(lines)
+
+
+def draw(figure: Any, result: Profile, path: Path, name: str) -> None:
+    """Time and rate by width: measured, predicted, floor."""
+    widths = list(result.widths)
+    shapes = [StepShape().add(0, width, True) for width in widths]
+    curves = {
+        "measured": [result.widths[width] for width in widths],
+        "predicted": [result.step_time.seconds(shape) for shape in shapes],
+        "floor": [max(result.roofline.seconds(shape)) for shape in shapes],
+    }
+    time, rate = figure.subplots(1, 2)
+    for label, seconds in curves.items():
+        style = "." if label == "measured" else "-"
+        time.plot(widths, [1e3 * s for s in seconds], style, label=label)
+        rate.plot(widths, [w / s for w, s in zip(widths, seconds, strict=True)], style, label=label)
+    rate.axvline(result.knee, color="grey", linestyle=":", label=f"knee {result.knee}")
+    rate.set_ylim(0, 1.5 * max(w / s for w, s in result.widths.items()))
+    for axes, label in ((time, "ms"), (rate, "tokens/s")):
+        axes.set_xlabel("tokens in the step")
+        axes.set_ylabel(label)
+        axes.legend()
+    figure.suptitle(f"{name}: a prompt chunk from context 0")
+    figure.savefig(path)
+
+
+def _figure() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("plot: needs matplotlib; install paceline[plot]") from None
+    return Figure(figsize=(11, 4.5), layout="constrained")
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=errors, transient=True)

@@ -1,0 +1,78 @@
+"""Profiles by model and machine, as files (DESIGN, section 7: profile file) under `~/.cache/paceline/profiles`."""
+
+import hashlib
+import os
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from paceline import __version__
+from paceline.latency.profile import Percentiles, Profile
+
+
+class Device(msgspec.Struct, frozen=True):
+    """What a profile holds for, beside the model. `threads` as asked for; None is torch's own choice."""
+
+    cpu: str
+    threads: int | None
+    torch: str
+    paceline: str
+
+    @staticmethod
+    def here(threads: int | None) -> "Device":
+        return Device(cpu_name(), threads, version("torch"), __version__)
+
+
+class ProfileFile(msgspec.Struct, frozen=True):
+    """Keys of `models` that are a planner's (`parallel`) are written, not read."""
+
+    models: dict[str, Profile]
+    device: Device
+    error: Percentiles
+
+
+def cpu_name() -> str:
+    """The processor in its maker's words."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def cache_file(model: Path, quantization: str, device: Device) -> Path:
+    """Where the profile of the checkpoint directory `model` is kept, whether or not there is one."""
+    config = (model / "config.json").read_bytes()
+    key = hashlib.sha256(config + msgspec.json.encode([quantization, device])).hexdigest()[:20]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "paceline" / "profiles" / f"{key}.json"
+
+
+def document(name: str, profile: Profile, device: Device) -> dict[str, Any]:
+    """What a profile file holds."""
+    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [profile.roofline.weight_bytes]}
+    return {
+        "models": {name: {"parallel": [stage]} | asdict(profile)},
+        "device": device,
+        "error": profile.error,
+    }
+
+
+def save(path: Path, name: str, profile: Profile, device: Device) -> None:
+    """Writes a profile file, whole or not at all. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(document(name, profile, device)), indent=1))
+    partial.replace(path)
+
+
+def load(path: Path) -> Profile | None:
+    """The profile in a file of one model; None without a file. Raises ValueError for one that is something else."""
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=ProfileFile)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"profile: {path} is not a profile ({error}); delete it or profile again") from error
+    return next(iter(file.models.values()))

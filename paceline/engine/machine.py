@@ -1,0 +1,37 @@
+"""What this machine can do, measured in the same run as what is compared with it."""
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+
+
+def bandwidth(size: int = 2**28, repeats: int = 5) -> float:
+    """Bytes a second of reading memory with all threads: the better of a sum and a matrix-vector product in fp32."""
+    data = torch.ones(2048, size // 4 // 2048)
+    vector = torch.ones(data.shape[1])
+    best = min(_timed(call) for _ in range(repeats) for call in (data.sum, lambda: data @ vector))
+    return size / best
+
+
+def gemm_peak(n: int = 1536, repeats: int = 5) -> float:
+    """FLOP/s of a square fp32 product."""
+    a, b = torch.randn(n, n), torch.randn(n, n)
+    out = torch.empty(n, n)
+    torch.mm(a, b, out=out)
+    best = min(_timed(lambda: torch.mm(a, b, out=out)) for _ in range(repeats))
+    return 2 * n**3 / best
+
+
+def int8_gemm_peak(n: int = 1536, repeats: int = 5) -> float:
+    """Operations a second of a square product of int8 into int32."""
+    a, b = (torch.randint(-127, 128, (n, n), dtype=torch.int8) for _ in range(2))
+    torch._int_mm(a, b)
+    best = min(_timed(lambda: torch._int_mm(a, b)) for _ in range(repeats))
+    return 2 * n**3 / best
+
+
+def _timed(call: Callable[[], object]) -> float:
+    begin = perf_counter()
+    call()
+    return perf_counter() - begin

@@ -1,0 +1,186 @@
+"""Measures what steps of a loaded model take, as SARATHI profiles once to choose a chunk size (section 4.4).
+
+Three sets of steps: prompt chunks of all widths, mixes of decodes and chunks at contexts, and more such mixes which
+the fit does not see. Every step is run several times, and runs of different steps take turns in a random order over the
+whole measurement, since the machine is shared and drifts. A short step's first run, which compiles kernels, does not
+count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from paceline.core.batch import StepShape
+from paceline.core.request import SamplingParams
+from paceline.core.work import NewSequence, SliceWork
+from paceline.engine import machine
+from paceline.engine.runner import ModelRunner
+from paceline.latency.profile import Measured, Profile, summarize
+from paceline.latency.roofline import Roofline
+from paceline.latency.tiles import sweep_widths
+
+LONGEST = 4096  # tokens of context: attention is linear in it, so longer ones would only take longer to measure
+LEAST_RUNS, MOST_RUNS = 2, 12  # of a step, after its first
+MOST_CHUNKS = 4  # of a mix
+SETTLED = 0.01  # seconds of the same step in a row, after which caches hold what it needs
+SLOW = 0.25  # seconds: beside which compiling kernels is nothing
+DENSITIES = (4, 2, 1)  # how closely widths and mixes are measured, as time allows
+SEED = 1
+
+Slices = list[tuple[int, int, bool]]  # start, length, whether it yields a token
+Progress = Callable[[int, int], None]  # runs done, runs in all
+
+
+@dataclass(slots=True)
+class _Step:
+    slices: Slices
+    measured: Measured
+
+
+def profile(
+    runner: ModelRunner,
+    *,
+    max_tokens: int,
+    max_batch: int,
+    quantization: str = "none",
+    seconds: float = 120.0,
+    progress: Progress = lambda done, total: None,
+) -> Profile:
+    """Measures steps of up to `max_tokens` tokens and `max_batch` decodes for about `seconds`.
+
+    More where every step's fewest runs need more (a model of 1 B parameters on two cores: minutes). Raises ValueError
+    where the KV pool cannot hold such a step, RuntimeError where a step fails.
+    """
+    info = runner.info
+    max_tokens = min(max_tokens, info.context - 1)
+    if max_tokens < 2 or info.num_blocks * info.block_size < 2 * max_tokens:
+        raise ValueError(
+            f"num-blocks: {info.num_blocks} KV blocks of {info.block_size} tokens are too few to profile steps of "
+            f"{max_tokens} tokens; lower token-budget or give more memory"
+        )
+    bench = _Bench(runner)
+    bench.run([(0, max_tokens, True)])
+    widest = bench.run([(0, max_tokens, True)])
+    density = next(d for d in DENSITIES if d == 1 or _round_seconds(d, max_tokens, widest) * 4 <= seconds)
+    rng = Random(SEED)
+    widths = sweep_widths(max_tokens, 4 * density)
+    sweep = [_step([(0, width, True)]) for width in widths]
+    mixes = [_step(_mix(rng, rng.choice(widths), max_batch, runner)) for _ in range(20 * density)]
+    held_out = [_step(_mix(rng, rng.randint(1, max_tokens), max_batch, runner)) for _ in range(10 * density)]
+    bench.measure([*sweep, *mixes, *held_out], seconds, rng, progress)
+    return summarize(
+        [step.measured for step in sweep],
+        [step.measured for step in mixes],
+        [step.measured for step in held_out],
+        roofline(runner, quantization),
+    )
+
+
+def roofline(runner: ModelRunner, quantization: str) -> Roofline:
+    """The model's sizes over what the machine gives now."""
+    config = runner.decoder.config
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    layer = config.hidden * (2 * queries + 2 * keys + 3 * config.intermediate)
+    return Roofline(
+        weight_bytes=runner.info.weight_bytes,
+        token_flop=2 * config.layers * layer,
+        emit_flop=2 * config.hidden * config.vocab_size,
+        pair_flop=4 * config.layers * queries,
+        kv_bytes=config.kv_bytes_per_token,
+        bandwidth=machine.bandwidth(),
+        peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(),
+    )
+
+
+def _round_seconds(density: int, max_tokens: int, widest: float) -> float:
+    """About what one run of every step takes; narrow steps take a tenth of the widest at least."""
+    widths = sweep_widths(max_tokens, 4 * density)
+    return widest * (sum(max(0.1, width / max_tokens) for width in widths) + 0.6 * 30 * density)
+
+
+def _step(slices: Slices) -> _Step:
+    shape = StepShape()
+    for item in slices:
+        shape = shape.add(*item)
+    return _Step(slices, Measured(shape))
+
+
+def _mix(rng: Random, width: int, max_batch: int, runner: ModelRunner) -> Slices:
+    """A step of this width as it comes up in serving: decodes at contexts, chunks of new and of long prompts."""
+    info = runner.info
+    spare = info.num_blocks - -(-width // info.block_size) - 2 * MOST_CHUNKS
+    most = max(0, min(width, max_batch, spare // 2))
+    decodes = rng.choice((0, most, int(most ** rng.random()), int(most ** rng.random())))
+    chunks, rest = [], width - decodes
+    while rest:
+        chunks.append(rest if len(chunks) + 1 == MOST_CHUNKS or rng.random() < 0.5 else rng.randint(1, rest))
+        rest -= chunks[-1]
+    lengths = [1] * decodes + chunks
+    room = info.num_blocks - sum(-(-length // info.block_size) + 1 for length in lengths)
+    longest = max(1, min(room * info.block_size // len(lengths), info.context - max(lengths), LONGEST))
+    slices = []
+    for index, length in enumerate(lengths):
+        start = int(longest ** rng.random()) if index < decodes or rng.random() < 0.6 else 0
+        slices.append((start, length, index + 1 < len(lengths) or index < decodes or rng.random() < 0.5))
+    return slices
+
+
+class _Bench:
+    """Runs steps on an engine. The keys and values that they read are whatever the pool holds."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.tokens = Random(SEED).choices(range(runner.info.vocab_size), k=runner.info.context + 1)
+        self.params = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True)
+
+    def run(self, slices: Slices) -> float:
+        """Seconds of a step among its like: short steps run several times in a row, and the last one counts.
+
+        In serving a decode follows decodes. After a wide step it takes longer, since the caches hold other things: a
+        small model's first six decodes took 1.6, 1.3, 1.1, 1.0, 0.9 and 0.8 ms.
+        """
+        spent = 0.0
+        while True:
+            seconds = self.once(slices)
+            spent += seconds
+            if spent >= SETTLED:
+                return seconds
+
+    def once(self, slices: Slices) -> float:
+        """Seconds of the forward pass and of sampling."""
+        info, free = self.runner.info, 0
+        new, work = [], []
+        for index, (start, length, emits) in enumerate(slices):
+            end = start + length
+            blocks = list(range(free, free + -(-end // info.block_size)))
+            free += len(blocks)
+            known = end if emits else end + 1
+            new.append(NewSequence(index, self.tokens[:known], known, self.params))
+            work.append(SliceWork(index, start, length, emits, 0, blocks))
+        outputs, forward_s, sample_s = self.runner.step(new, work, [])
+        self.runner.step([], [], range(len(slices)))
+        failed = next((output.error for output in outputs if output.error), None)
+        if failed:
+            raise RuntimeError(f"a step of {len(slices)} slices failed while profiling: {failed}")
+        return forward_s + sample_s
+
+    def measure(self, steps: list[_Step], seconds: float, rng: Random, progress: Progress) -> None:
+        """Runs every step LEAST_RUNS to MOST_RUNS times, as often as its share of `seconds` allows, in turns."""
+        share, runs, planned = seconds / len(steps), [], len(steps) * (1 + MOST_RUNS)
+        for done, step in enumerate(steps):
+            first = self.run(step.slices)
+            if first > SLOW:
+                step.measured.seconds.append(first)
+            runs.append(min(MOST_RUNS, max(LEAST_RUNS, int(share / max(first, SETTLED)))))
+            progress(done, planned)
+        done, planned = len(steps), len(steps) + sum(runs)
+        for turn in range(MOST_RUNS):
+            now = [
+                step for step, count in zip(steps, runs, strict=True)
+                if (turn + 1) * count // MOST_RUNS > turn * count // MOST_RUNS
+            ]  # fmt: skip
+            rng.shuffle(now)
+            for step in now:
+                step.measured.seconds.append(self.run(step.slices))
+                done += 1
+                progress(done, planned)

@@ -1,0 +1,118 @@
+"""The time of a step as a function of its shape, fitted to measured steps.
+
+Linear layers see all tokens at once: a table by width, with the hardware's cliffs in it. Attention is per slice: a
+decode costs by the tokens that it reads, a chunk by the tokens before it and by its query-key pairs. What neither says
+(head rows, sampling, bookkeeping) is counted per token that the step yields and per slice.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.batch import Batch, StepShape
+from paceline.latency.tiles import Tiles, padded
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds of a step. No term is negative, and the table never falls: a step that computes more takes no less.
+
+    A `core.protocols.LatencyModel`.
+    """
+
+    linear: tuple[float, ...]  # by tokens, from 0 to the widest step measured
+    emit: float  # per token that the step yields
+    decode: float  # per slice of one token
+    decode_context: float  # per token that those read
+    chunk: float  # per longer slice
+    chunk_context: float  # per token before those
+    chunk_pair: float  # per query-key pair of those
+
+    def __call__(self, batch: Batch) -> float:
+        return self.seconds(batch.shape)
+
+    def seconds(self, shape: StepShape) -> float:
+        """Steps wider than the table go on at its average slope."""
+        tokens, table = shape.tokens, self.linear
+        return (
+            (table[tokens] if tokens < len(table) else table[-1] * tokens / (len(table) - 1))
+            + self.emit * shape.emits
+            + self.decode * shape.decodes
+            + self.decode_context * shape.decode_context
+            + self.chunk * shape.chunks
+            + self.chunk_context * shape.chunk_context
+            + self.chunk_pair * shape.chunk_pairs
+        )
+
+
+def fit(shapes: Sequence[StepShape], seconds: Sequence[float], tiles: Tiles) -> StepTime:
+    """The model with the least squared relative error over measured steps.
+
+    The table has a knot at every padded width measured and is linear in between. The unknowns are the rises from knot
+    to knot and the other coefficients, none of them negative: one non-negative least-squares problem.
+    """
+    knots = np.unique([padded(shape.tokens, tiles) for shape in shapes]).astype(np.float64)
+    rows = np.array([padded(shape.tokens, tiles) for shape in shapes], dtype=np.float64)
+    rest = np.array([_terms(shape) for shape in shapes], dtype=np.float64)
+    columns = np.hstack([_rises(rows, knots), rest]) / np.asarray(seconds)[:, None]
+    found = nnls(columns, np.ones(len(shapes)))
+    widest = max(shape.tokens for shape in shapes)
+    widths = np.array([padded(max(1, tokens), tiles) for tokens in range(widest + 1)], dtype=np.float64)
+    linear = _rises(widths, knots) @ found[: len(knots)]
+    return StepTime(tuple(linear.tolist()), *found[len(knots) :].tolist())
+
+
+def relative_errors(model: StepTime, shapes: Sequence[StepShape], seconds: Sequence[float]) -> list[float]:
+    """|predicted - measured| / measured of each step."""
+    return [abs(model.seconds(shape) / actual - 1) for shape, actual in zip(shapes, seconds, strict=True)]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """By linear interpolation, as NumPy does."""
+    return float(np.quantile(np.asarray(values), share))
+
+
+def _terms(shape: StepShape) -> tuple[int, ...]:
+    """What StepTime's coefficients multiply, in their order."""
+    return (
+        shape.emits, shape.decodes, shape.decode_context, shape.chunks, shape.chunk_context, shape.chunk_pairs
+    )  # fmt: skip
+
+
+def _rises(rows: Array, knots: Array) -> Array:
+    """[steps, knots]: how much of each rise a step of so many rows has climbed; the first is the table's bottom."""
+    climbed: Array = ((rows[:, None] - knots[:-1]) / np.diff(knots)).clip(0.0, 1.0)
+    return np.hstack([np.ones((len(rows), 1)), climbed])
+
+
+def nnls(columns: Array, target: Array) -> Array:
+    """argmin |columns x - target| with x >= 0: the active-set method of Lawson and Hanson (1974, chapter 23)."""
+    scale = np.linalg.norm(columns, axis=0)
+    scale[scale == 0] = 1.0
+    columns = columns / scale
+    x = np.zeros(columns.shape[1])
+    free = np.zeros(len(x), dtype=bool)
+    tolerance = 1e-10 * float(np.abs(columns.T @ target).max())
+    for _ in range(3 * len(x)):
+        gradient = columns.T @ (target - columns @ x)
+        gradient[free] = -np.inf
+        if free.all() or gradient.max() <= tolerance:
+            break
+        free[int(np.argmax(gradient))] = True
+        while True:
+            trial = np.zeros_like(x)
+            trial[free] = np.linalg.lstsq(columns[:, free], target, rcond=None)[0]
+            falling = free & (trial < 0)
+            if not falling.any():
+                break
+            step = float(np.min(x[falling] / (x[falling] - trial[falling])))
+            x = x + step * (trial - x)
+            free &= x > 1e-14
+            x[~free] = 0.0
+        x = trial
+    result: Array = x / scale
+    return result

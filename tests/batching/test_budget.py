@@ -1,0 +1,158 @@
+"""GoalBudget against brute force, and what it promises to decodes and to prompts."""
+
+from random import Random
+
+import pytest
+
+from paceline.batching.budget import GoalBudget, Pace
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.controller import Controller, GroupConfig
+from paceline.core import record
+from paceline.core.batch import Batch, StepResult, StepShape
+from paceline.core.events import Complete, Submit
+from paceline.core.request import Request
+from paceline.simulator.driver import replay
+
+NOBODY = StepShape()
+
+
+def seconds(shape: StepShape) -> float:
+    """Padded to 8, a cliff at 64, attention by context: never falls as a step widens."""
+    rows = -(-shape.tokens // 8) * 8
+    return (
+        0.01 + 0.0004 * rows + 0.01 * (rows > 64) + 1e-7 * shape.decode_context + 2e-7 * shape.chunk_context
+        + 1e-8 * shape.chunk_pairs + 2e-4 * (shape.chunks + shape.decodes)
+    )  # fmt: skip
+
+
+def decodes(count: int, context: int = 200) -> StepShape:
+    shape = NOBODY
+    for _ in range(count):
+        shape = shape.add(context, 1, True)
+    return shape
+
+
+def taken(shape: StepShape, prompts, width: int) -> StepShape:
+    """The step that a scheduler makes of this width."""
+    for context, left in prompts:
+        length = min(left, width - shape.tokens)
+        if length > 0:
+            shape = shape.add(context, length, length == left)
+    return shape
+
+
+def brute_force(budget: GoalBudget, goal: float, shape: StepShape, prompts) -> int:
+    least = min(budget.maximum, (shape.tokens // budget.tile + 1) * budget.tile)
+    widths = range(budget.tile, budget.maximum + 1, budget.tile)
+    inside = [w for w in widths if w > shape.tokens and seconds(taken(shape, prompts, w)) <= goal]
+    return max([least, *inside])
+
+
+def test_it_is_the_widest_step_within_the_goal():
+    rng = Random(1)
+    narrower = 0
+    for _ in range(500):
+        budget = GoalBudget(seconds, rng.choice((1, 8, 16)), 128, rng.choice((96, 512)), rng.uniform(0.01, 0.3))
+        shape = decodes(rng.randint(1, 60), rng.choice((10, 3000)))
+        prompts = [(rng.choice((0, 400, 8000)), rng.choice((1, 5, 90, 2000))) for _ in range(rng.randint(1, 20))]
+        width, widest = budget(shape, prompts, None), brute_force(budget, budget.tbt, shape, prompts)
+        # the answer may be narrower only where no prompt token is left to take
+        assert taken(shape, prompts, width) == taken(shape, prompts, widest)
+        assert width % budget.tile == 0 or width == budget.maximum
+        narrower += width < budget.maximum
+    assert narrower > 100
+
+
+def test_the_tighter_of_two_goals_holds():
+    budget = GoalBudget(seconds, 8, 128, 512, 0.1)
+    prompts = [(0, 5000)]
+    assert budget(decodes(4), prompts, None) == budget(decodes(4), prompts, 1.0)
+    assert budget(decodes(4), prompts, 0.05) == GoalBudget(seconds, 8, 128, 512, 0.05)(decodes(4), prompts, 0.1)
+    assert budget(decodes(4), prompts, 0.05) < budget(decodes(4), prompts, None)
+
+
+def test_contexts_count():
+    budget = GoalBudget(seconds, 8, 128, 512, 0.1)
+    assert budget(decodes(4, 50_000), [(0, 5000)], None) < budget(decodes(4, 50), [(0, 5000)], None)
+    assert budget(decodes(4), [(50_000, 5000)], None) < budget(decodes(4), [(0, 5000)], None)
+
+
+def test_without_a_goal_or_a_decode_it_is_the_knee():
+    prompts = [(0, 5000)]
+    assert GoalBudget(seconds, 8, 128, 512)(decodes(4), prompts, None) == 128
+    assert GoalBudget(seconds, 8, 128, 512, 0.02)(NOBODY, prompts, None) == 128
+    assert GoalBudget(seconds, 8, 128, 512)(decodes(4), prompts, 0.05) < 128
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 127, 128, 200])
+@pytest.mark.parametrize("goal", [None, 1e-6])
+def test_prompts_never_starve(count, goal):
+    width = GoalBudget(seconds, 8, 128, 512, goal)(decodes(count), [(0, 5000)], None)
+    assert width > count and width % 8 == 0
+    if goal:
+        assert width - count <= 8
+
+
+def test_the_maximum_is_kept():
+    budget = GoalBudget(seconds, 8, 128, 100, 10.0)
+    assert budget(decodes(3), [(0, 5000)], None) <= 100
+    assert budget(decodes(99), [(0, 5000)], None) == 100
+    assert budget(decodes(120), [(0, 5000)], None) == 100
+
+
+def test_a_slow_machine_and_a_margin_tighten_the_goal():
+    prompts = [(0, 5000)]
+    budget = GoalBudget(seconds, 8, 128, 512, 0.1)
+    assert budget(decodes(4), prompts, None, 2.0) == GoalBudget(seconds, 8, 128, 512, 0.05)(decodes(4), prompts, None)
+    careful = GoalBudget(seconds, 8, 128, 512, 0.1, margin=0.25)
+    assert careful(decodes(4), prompts, None) == GoalBudget(seconds, 8, 128, 512, 0.08)(decodes(4), prompts, None)
+
+
+def test_pace_follows_the_machine_and_not_a_single_stall():
+    pace, shape = Pace(seconds), decodes(3)
+    assert pace.seconds(shape) == seconds(shape)
+    pace.observe(shape, 1000.0)
+    assert 1.0 < pace.factor < 1.1
+    for _ in range(60):
+        pace.observe(shape, 2.0 * seconds(shape))
+    assert pace.factor == pytest.approx(2.0, rel=1e-3)
+    for _ in range(60):
+        pace.observe(NOBODY.add(7, 50, True), 0.7 * seconds(NOBODY.add(7, 50, True)))
+    assert pace.factor == pytest.approx(0.7, rel=1e-3)
+
+
+def run(slowness: float, log: list | None = None) -> list[Batch]:
+    """Batches of one long prompt beside decodes, on a machine that is slower than predicted."""
+    goal = GoalBudget(seconds, 8, 128, 512, 0.1)
+    config = GroupConfig(scheduler=SchedulerConfig(num_blocks=3000), budget=goal, predict=seconds)
+    controller, batches = Controller([config]), []
+    inputs = [Submit(Request(f"short{i}", 4, 400)) for i in range(4)] + [Submit(Request("long", 30000, 1))]
+    for turn in range(60):
+        if log is not None:
+            log.append((float(turn), tuple(inputs)))
+        _, (batch,) = controller.turn(inputs, float(turn))
+        batches.append(batch)
+        result = StepResult(bytearray(batch.emits), seconds=slowness * seconds(batch.shape))
+        inputs = [Complete(0, batch.id, result)]
+    return batches
+
+
+def test_steps_keep_the_goal_on_a_machine_that_became_slow():
+    for slowness in (0.7, 1.0, 1.8):
+        settled = run(slowness)[40:]
+        assert all(batch.num_decodes == 4 for batch in settled)
+        for batch in settled:
+            assert batch.predicted == pytest.approx(slowness * seconds(batch.shape), rel=0.01)
+            assert 0.07 < slowness * seconds(batch.shape) < 0.1001
+    assert run(1.8)[50].num_tokens < run(1.0)[50].num_tokens < run(0.7)[50].num_tokens
+
+
+def test_a_run_with_a_pace_is_replayed_from_its_log():
+    log: list = []
+    batches = run(1.4, log)
+    config = GroupConfig(
+        scheduler=SchedulerConfig(num_blocks=3000), budget=GoalBudget(seconds, 8, 128, 512, 0.1), predict=seconds
+    )
+    copied = list(record.load([record.dump(now, list(inputs)) for now, inputs in log]))
+    started = [event.detail for event in replay(Controller([config]), copied) if event.kind == "started"]
+    assert started == batches

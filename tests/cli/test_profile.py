@@ -1,0 +1,148 @@
+"""`paceline profile` in a process of its own, its cache, and what `serve` makes of it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from paceline.batching.budget import GoalBudget
+from paceline.cli import profile_cache
+from paceline.cli.fleet_file import Quantization
+from paceline.cli.profile import goal_budget
+from paceline.cli.serve import find_models, paced
+from paceline.cli.sources import BUILTIN
+from paceline.core.batch import StepShape
+from paceline.core.request import SLO
+from paceline.engine.linear import QUANTIZATIONS
+from paceline.latency.profile import Percentiles, Profile
+from paceline.latency.roofline import Roofline
+from paceline.latency.step_time import StepTime
+from paceline.latency.tiles import Cliff
+
+CODER = BUILTIN / "coder"
+MODEL = StepTime(tuple(0.001 + 0.0001 * n for n in range(257)), 1e-5, 1e-5, 1e-7, 1e-4, 1e-7, 1e-9)
+PROFILE = Profile(
+    MODEL,
+    ((1, 4), (33, 8)),
+    (Cliff(64, 0.3),),
+    128,
+    Percentiles(0.01, 0.05),
+    Percentiles(0.01, 0.04),
+    {1: 0.0011, 256: 0.03},
+    Roofline(1, 2, 3, 4, 5, 6.0, 7.0),
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def paceline(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "150"})
+
+
+def test_end_to_end(tmp_path, cache):
+    file, png = tmp_path / "coder.json", tmp_path / "coder.png"
+    options = ["--quick", "--token-budget", "64", "--max-batch", "16", "--context", "512", "--memory", "1GiB"]
+    done = paceline("profile", "builtin:coder", *options, "--tbt-goal", "1", "--json", str(file), "--plot", str(png))
+    assert done.returncode == 0, done.stderr
+    for words in ("knee", "noise floor", "tokens/s", "share of the floor", "largest batch", "goal 1000.0 ms", "budget"):
+        assert words in done.stdout, words
+    assert "kept in" in done.stderr and png.read_bytes().startswith(b"\x89PNG")
+    data = json.loads(file.read_text())
+    model = data["models"]["coder"]
+    assert len(model["step_time"]["linear"]) == 65 and model["knee"] <= 64
+    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [model["roofline"]["weight_bytes"]]}
+    assert model["parallel"] == [stage]
+    assert set(data["error"]) == {"p50", "p95"} and data["device"]["threads"] is None
+    kept = list((cache / "paceline" / "profiles").iterdir())
+    assert [path.read_bytes() for path in kept] == [file.read_bytes()]
+    model = paced(find_models(["builtin:coder"], [])[0], 512, False, None, [])
+    assert model.profile == profile_cache.load(file) and model.budget.maximum == 64
+
+
+def test_a_profile_is_the_same_after_the_file(tmp_path):
+    device = profile_cache.Device.here(2)
+    profile_cache.save(tmp_path / "a" / "p.json", "m", PROFILE, device)
+    assert profile_cache.load(tmp_path / "a" / "p.json") == PROFILE
+    assert profile_cache.load(tmp_path / "b.json") is None
+    (tmp_path / "c.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"c\.json is not a profile"):
+        profile_cache.load(tmp_path / "c.json")
+
+
+def test_the_cache_is_kept_apart_by_all_that_matters(tmp_path):
+    device = profile_cache.Device.here(2)
+    files = {
+        profile_cache.cache_file(*key)
+        for key in (
+            (CODER, "none", device),
+            (CODER, "int8", device),
+            (BUILTIN / "coder-draft", "none", device),
+            (CODER, "none", profile_cache.Device.here(None)),
+            (CODER, "none", profile_cache.Device("another", 2, device.torch, device.paceline)),
+            (CODER, "none", profile_cache.Device(device.cpu, 2, "1.0", device.paceline)),
+        )
+    }
+    assert len(files) == 6
+
+
+def cached(profile: Profile = PROFILE) -> None:
+    device = profile_cache.Device.here(None)
+    profile_cache.save(profile_cache.cache_file(CODER, "none", device), "coder", profile, device)
+
+
+def test_the_budget_of_a_model():
+    model = find_models(["builtin:coder"], [])[0]
+    assert paced(model, 512, False, None, []).budget is None  # no profile
+    cached()
+    assert paced(model, 512, True, None, []).budget is None  # a width was asked for
+    assert paced(model, 512, True, None, []).profile == PROFILE
+    budget = paced(model, 512, False, None, []).budget
+    assert isinstance(budget, GoalBudget) and (budget.tile, budget.knee, budget.tbt) == (8, 128, None)
+    assert budget.maximum == 256  # no wider than measured
+    paced_model = paced(replace(model, slo=SLO(tbt=0.02)), 200, True, None, [])
+    assert (paced_model.budget.tbt, paced_model.budget.maximum) == (0.02, 200)
+    # 18.7 ms and the margin of 5 % make 19.6; 184 tokens would make 20.5
+    assert paced_model.budget(StepShape().add(10, 1, True), [(0, 900)], None) == 176
+
+
+def test_a_goal_below_the_floor_is_refused_with_the_floor():
+    with pytest.raises(ValueError, match=r"tbt: 'm' cannot hold 1\.0 ms .* one decode alone, is 1\.1 ms"):
+        goal_budget("m", PROFILE, 512, 0.001)
+    assert goal_budget("m", PROFILE, 512, 0.0012).tbt == 0.0012
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "builtin:coder", "--tbt-goal", "0.0001"], "its floor on this machine"),
+        (["serve", "builtin:coder", "--policy", "fastest"], "policy: 'fastest' is not one of"),
+        (["serve", "builtin:coder", "--quantization", "int3"], "'int3' is not one of"),
+        (["profile", "builtin:nobody"], "source: no model"),
+        (["profile", "builtin:coder", "--json", "/no/such/place/a.json"], "json: /no/such/place is not a directory"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(arguments, words):
+    cached()
+    done = paceline(*arguments)
+    assert done.returncode == 2 and words in done.stderr and "loading" not in done.stderr, done.stderr
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
+    from paceline.cli.profile import _figure
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"paceline\[plot\]"):
+        _figure()
+
+
+def test_quantizations_are_the_engines():
+    assert get_args(Quantization) == QUANTIZATIONS

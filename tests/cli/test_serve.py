@@ -1,0 +1,36 @@
+"""`paceline serve` with a profile: what it prints, how wide its steps are, what it predicts."""
+
+import json
+import urllib.request
+from dataclasses import replace
+
+from paceline.cli import profile_cache
+from paceline.cli.sources import BUILTIN
+from paceline.core.record import load
+from tests.cli.test_profile import PROFILE
+from tests.system.server import Server
+
+
+def complete(server: Server, prompt: list[int], **headers: str) -> None:
+    body = {"model": "coder", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
+    )
+    assert json.load(urllib.request.urlopen(request, timeout=30))["usage"]["completion_tokens"] == 4
+
+
+def test_a_goal_is_kept_by_the_profile(tmp_path):
+    device = profile_cache.Device.here(None)
+    model = BUILTIN / "coder"
+    file = profile_cache.cache_file(model, "none", device)
+    kept = tmp_path / "paceline" / "profiles" / file.name
+    profile_cache.save(kept, "coder", replace(PROFILE, knee=64), device)
+    log = tmp_path / "log"
+    options = ("builtin:coder", "--tbt-goal", "0.02", "--record", str(log))
+    with Server(*options, XDG_CACHE_HOME=str(tmp_path)) as server:
+        complete(server, list(range(10, 160)))
+        assert server.metric("paceline_step_prediction_error_count") >= 6
+        assert any("20 ms, knee 64" in line and "P50 1.0%, P95 5.0%" in line for line in server.log), server.log
+    with log.open() as lines:
+        steps = sum(type(item).__name__ == "Complete" for _, inputs in load(lines) for item in inputs)
+    assert steps == 6  # chunks of 64, 64 and 22 tokens as nobody decodes, then three decodes
