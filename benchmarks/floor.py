@@ -36,18 +36,18 @@ class Steps:
         self.blocks = longest // BLOCK
 
     def decode(self, batch: int) -> list[float]:
-        """Seconds of steps of `batch` sequences with about CONTEXT tokens each."""
+        """Seconds of steps of `batch` sequences with about CONTEXT tokens each, whose KV is whatever the pool holds."""
         each = 2 * CONTEXT // BLOCK
-        prompt = [300 + i for i in range(CONTEXT)]
-        new = [NewSequence(i, prompt, CONTEXT, workload.greedy(1000)) for i in range(batch)]
+        prompt = [300 + i for i in range(CONTEXT + 1)]
+        new = [NewSequence(i, prompt, CONTEXT + 1, workload.greedy(1000)) for i in range(batch)]
         tables = [list(range(self.blocks + i * each, self.blocks + (i + 1) * each)) for i in range(batch)]
-        self.engine.step(new, [SliceWork(i, 0, CONTEXT, True, 0, tables[i]) for i in range(batch)], [])
         seconds = []
         for step in range(STEPS + 1):
-            work = [SliceWork(i, CONTEXT + step, 1, True, each, []) for i in range(batch)]
+            work = [SliceWork(i, CONTEXT + step, 1, True, 0, tables[i]) for i in range(batch)]
             begin = time.perf_counter()
-            self.engine.step([], work, [])
+            self.engine.step(new, work, [])
             seconds.append(time.perf_counter() - begin)
+            new = []
         self.engine.step([], [], list(range(batch)))
         return seconds[1:]
 
