@@ -1,7 +1,7 @@
 """Steps against the floor: bytes over bandwidth, operations over GEMM peak, both measured in the same run.
 
-Decodes at several batch sizes and prompts at two lengths, in fp32 and int8, all interleaved; medians over the rounds, of
-bandwidth and peak too: both drift with what else the machine's memory serves.
+Decodes at several batch sizes and prompts at two lengths, in fp32 and int8, all interleaved; medians over the rounds,
+of bandwidth and peak too: both drift with what else the machine's memory serves.
 """
 
 import time

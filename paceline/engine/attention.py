@@ -6,6 +6,7 @@ one. Query heads that share a key-value head are handled without copies. On CPU 
 where they lie (`kernels.py`); elsewhere torch's attention gets them gathered.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ class SliceSpan(NamedTuple):
 
     start: int
     length: int
-    blocks: list[int]
+    blocks: Seq[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +84,21 @@ class StepPlan:
 
 def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, device: str = "cpu") -> StepPlan:
     """Prepares a step of these slices."""
-    positions, written, begins = [], [], [0]
-    for start, length, blocks in spans:
-        where = torch.arange(start, start + length)
-        table = torch.tensor(blocks[: -(-(start + length) // block_size)])
-        positions.append(where)
-        written.append(token_rows(where, table, block_size, config.kv_heads))
-        begins.append(begins[-1] + length)
-    placed = list(zip(begins, spans, strict=False))
+    starts, lengths = (np.array(numbers) for numbers in zip(*(span[:2] for span in spans), strict=True))
+    begins = np.cumsum(lengths) - lengths
+    positions = np.arange(lengths.sum()) + np.repeat(starts - begins, lengths)
+    # the blocks that are written to, span after span, and where each token's is among them
+    touched = [np.asarray(b[start // block_size : -(-(start + n) // block_size)], np.int64) for start, n, b in spans]
+    counts = np.array([len(some) for some in touched])
+    first = np.cumsum(counts) - counts - starts // block_size
+    blocks = np.concatenate(touched)[positions // block_size + np.repeat(first, lengths)]
+    placed = list(zip(begins.tolist(), spans, strict=True))
     chunks = [at for at in placed if at[1].length > SHORT]
     rows = [at for at in placed if at[1].length <= SHORT]
     windows = set(config.windows)
     return StepPlan(
-        positions=torch.cat(positions).to(device),
-        rows_written=torch.cat(written).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        rows_written=torch.from_numpy(token_rows(positions, blocks, block_size, config.kv_heads)).to(device),
         chunks={
             window: [_plan_chunk(*at, window, config.kv_heads, block_size, device) for at in chunks]
             for window in windows
@@ -110,7 +112,7 @@ def _plan_chunk(
 ) -> Chunk:
     start, length, blocks = span
     stop = start + length
-    table = torch.tensor(blocks[: -(-stop // block_size)])
+    table = torch.from_numpy(np.array(blocks[: -(-stop // block_size)], np.int64))
     if _tiled(device):
         return Chunk(begin, begin + length, start, table)
     windowed = window is not None and window < stop
@@ -143,11 +145,13 @@ def _plan_rows(
     if not rows:
         return None
     rows.sort(key=lambda row: -row[0])  # threads take rows in turn: longest first gives them about the same work
-    width = -(-rows[0][0] // block_size)
     high = torch.tensor([row[0] for row in rows])
     low = torch.zeros_like(high) if window is None else (high - window).clamp_(min=0)
-    used = [row[2][: -(-row[0] // block_size)] for row in rows]
-    table = torch.tensor([blocks + [0] * (width - len(blocks)) for blocks in used])
+    table = np.zeros((len(rows), -(-rows[0][0] // block_size)), np.int64)
+    for line, (stop, _, blocks) in zip(table, rows, strict=True):
+        used = -(-stop // block_size)
+        line[:used] = np.asarray(blocks)[:used]
+    width, table = table.shape[1], torch.from_numpy(table)
     index, mask = torch.tensor([row[1] for row in rows]), None
     if not _in_place(device):
         token = torch.arange(width * block_size)

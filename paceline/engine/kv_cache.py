@@ -11,6 +11,7 @@ Which blocks a sequence holds is the driver's business (`batching/blocks`); here
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,10 +52,10 @@ class KVCache:
         return keys, values
 
 
-def token_rows(positions: Tensor, blocks: Tensor, block_size: int, kv_heads: int) -> Tensor:
-    """Rows of KVCache.rows for tokens at these positions of a sequence with this table: [tokens * kv_heads]."""
-    heads = blocks[positions // block_size, None] * kv_heads + torch.arange(kv_heads)
-    return (heads * block_size + (positions % block_size)[:, None]).flatten()
+def token_rows(positions: np.ndarray, blocks: np.ndarray, block_size: int, kv_heads: int) -> np.ndarray:
+    """Rows of KVCache.rows for tokens at these positions of their sequences, in these blocks: [tokens * kv_heads]."""
+    heads = blocks[:, None] * kv_heads + np.arange(kv_heads)
+    return (heads * block_size + (positions % block_size)[:, None]).ravel()
 
 
 def block_rows(blocks: Tensor, kv_heads: int) -> Tensor:

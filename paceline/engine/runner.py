@@ -5,6 +5,7 @@ A fault that belongs to one sequence is that sequence's answer; the others of th
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class _Sequence:
     num_prompt: int
     prompt_top: int | None  # prompt_logprobs of its parameters
     state: SamplingState
-    blocks: list[int] = field(default_factory=list)
+    blocks: array = field(default_factory=lambda: array("q"))  # ids, as NumPy reads them without a copy
 
 
 @dataclass(slots=True)
@@ -168,7 +169,7 @@ class ModelRunner:
         if not isinstance(sequence, _Sequence):
             job.error = sequence or f"sequence {work.id} is not known"
             return
-        sequence.blocks[work.first_block :] = work.blocks
+        sequence.blocks[work.first_block :] = array("q", work.blocks)
         end = work.start + work.length
         job.sequence, job.span = sequence, SliceSpan(work.start, work.length, sequence.blocks)
         vocabulary, blocks = self.decoder.config.vocab_size, self.info.num_blocks

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ def test_what_is_written_is_gathered_in_token_order() -> None:
     cache, generator = KVCache(config(), 10, 4), torch.Generator().manual_seed(1)
     keys, values = torch.randn(2, 11, 2, 8, generator=generator)
     table = torch.tensor([7, 2, 5])
-    cache.write(1, token_rows(torch.arange(11), table, 4, 2), keys, values)
+    cache.write(1, written(11, [7, 2, 5]), keys, values)
     got = cache.gather(1, block_rows(table, 2).flatten())
     for ours, theirs in zip(got, (keys, values), strict=True):
         assert torch.equal(ours[:, :11], theirs.transpose(0, 1))
@@ -43,6 +44,12 @@ def plain_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Ten
     return out
 
 
+def written(count: int, table: list[int], kv_heads: int = 2) -> torch.Tensor:
+    """Rows of the first `count` tokens of a sequence with this table, blocks of 4."""
+    positions = np.arange(count)
+    return torch.from_numpy(token_rows(positions, np.array(table)[positions // 4], 4, kv_heads))
+
+
 def unturned(tokens: int, dims: int = 8) -> torch.Tensor:
     return torch.ones(tokens, 1, dims // 2, dtype=torch.complex64)
 
@@ -57,8 +64,7 @@ def mixed_step(model: ModelConfig, parts: list[tuple[int, int]], blocks: int = 6
         q = torch.randn(length, model.heads, model.head_dim, generator=generator)
         k, v = torch.randn(2, start + length, model.kv_heads, model.head_dim, generator=generator)
         if start:
-            rows = token_rows(torch.arange(start), torch.tensor(table), 4, model.kv_heads)
-            cache.write(0, rows, k[:start], v[:start])
+            cache.write(0, written(start, table, model.kv_heads), k[:start], v[:start])
         spans.append(SliceSpan(start, length, table))
         heads.append(torch.cat([q, k[start:], v[start:]], dim=1).flatten(1))
         expected.append(plain_attention(q, k, v, start, model.windows[0]))
@@ -135,7 +141,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     keys = torch.zeros(9, 2, 8)
     keys[:, :, 0] = torch.linspace(-400, 400, 9)[:, None]
     values = torch.arange(9.0)[:, None, None].expand(9, 2, 8)
-    cache.write(0, token_rows(torch.arange(9), torch.tensor([0, 1, 2]), 4, 2), keys, values)
+    cache.write(0, written(9, [0, 1, 2]), keys, values)
     queries = torch.ones(1, 6, 8)
     plan = plan_step([SliceSpan(8, 1, [0, 1, 2])], model, 4)
     got = attend(last_token(keys, values, queries), unturned(1), None, cache, 0, None, plan)
@@ -147,7 +153,7 @@ def test_a_nan_stays_with_its_sequence() -> None:
     heads = []
     for block, value in ((0, float("nan")), (1, 1.0)):
         new = torch.full((3, 2, 8), value)
-        cache.write(0, token_rows(torch.arange(3), torch.tensor([block]), 4, 2), new, new)
+        cache.write(0, written(3, [block]), new, new)
         heads.append(last_token(new, new, torch.ones(1, 6, 8)))
     plan = plan_step([SliceSpan(2, 1, [0]), SliceSpan(2, 1, [1])], model, 4)
     got = attend(torch.cat(heads), unturned(2), None, cache, 0, None, plan)
