@@ -1,0 +1,46 @@
+"""Paceline itself: one engine and its scheduler in one process, `budget` tokens a step."""
+
+from pathlib import Path
+
+import torch
+
+from benchmarks import workload
+from benchmarks.peers.child import THREADS, Tokens, serve
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.controller import GroupConfig
+from paceline.engine.runner import ModelRunner
+from paceline.runtime.offline import Offline
+
+BLOCKS, BATCH = 1024, 32
+
+
+class Ours:
+    def __init__(self, runner: ModelRunner, budget: int) -> None:
+        info = runner.info
+        self.runner = runner
+        self.config = GroupConfig(scheduler=SchedulerConfig(budget, BATCH, info.block_size, info.num_blocks))
+        self.about = f"paceline, {budget} tokens a step"
+
+    def run(self, prompts: list[list[int]], outputs: list[int]) -> Tokens:
+        result = Tokens(len(prompts))
+        offline = Offline(self.runner, self.config)  # a scheduler of its own, so nothing is in the prefix cache
+        for i, output in enumerate(offline.generate(prompts, [workload.greedy(count) for count in outputs])):
+            for token, now in zip(output.tokens, output.times, strict=True):
+                result.add(i, [token], now)
+        return result
+
+
+def load(checkpoint: Path, precision: str, options: dict, cache: Path) -> Ours:
+    torch.set_num_threads(THREADS)
+    runner = ModelRunner.load(
+        checkpoint,
+        max_batch_tokens=options["budget"],
+        max_batch=BATCH,
+        num_blocks=BLOCKS,
+        quantization="none" if precision == "fp32" else precision,
+    )
+    return Ours(runner, options["budget"])
+
+
+if __name__ == "__main__":
+    serve(load)
