@@ -1,7 +1,9 @@
 """The real server in a process of its own, on a free port."""
 
+import atexit
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,14 +13,16 @@ import time
 import urllib.request
 from pathlib import Path
 
+CACHE = tempfile.mkdtemp(prefix="paceline-cache-")  # no profile of the developer's machine has a say
+atexit.register(shutil.rmtree, CACHE)
+
 
 class Server:
     """`paceline serve ARGUMENTS`; use as a context manager. `log` is what it wrote so far."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         command = [sys.executable, "-m", "paceline.cli.main", "serve", "--port", "0", "--num-blocks", "256", *arguments]
-        self._cache = tempfile.TemporaryDirectory()  # no profile of the developer's machine has a say
-        environment = {"COLUMNS": "160", "XDG_CACHE_HOME": self._cache.name} | environment
+        environment = {"COLUMNS": "160", "XDG_CACHE_HOME": CACHE} | environment
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment)
         self.log: list[str] = []
         self.url = ""
@@ -38,8 +42,6 @@ class Server:
             self.process.kill()
             self.process.wait()
             raise
-        finally:
-            self._cache.cleanup()
 
     def _read(self) -> None:
         for line in self.process.stderr:
