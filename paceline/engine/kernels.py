@@ -10,6 +10,7 @@ apart costs a microsecond a call. One file on purpose: Numba's cache notices cha
 """
 
 import functools
+import platform
 import threading
 
 import numba
@@ -19,6 +20,8 @@ from llvmlite import binding, ir
 from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
+if platform.machine() not in ("x86_64", "AMD64"):
+    raise ImportError("these kernels are written for x86-64")  # torch's operators take their place
 numba.config.THREADING_LAYER = "omp"
 numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
 
