@@ -9,7 +9,10 @@ from pathlib import Path
 from benchmarks.machine import describe
 
 RESULTS = Path(__file__).parent / "results"
-NAMES = ["offline_mixed", "http_streams", "memory", "floor", "quantization", "prediction", "scheduler"]
+NAMES = [
+    "offline_mixed", "http_streams", "memory", "floor", "quantization", "prediction", "scheduler", "sarathi_tables",
+    "tails",
+]  # fmt: skip
 
 
 def main() -> None:

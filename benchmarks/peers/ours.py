@@ -25,8 +25,7 @@ class Ours:
         result = Tokens(len(prompts))
         offline = Offline(self.runner, self.config)  # a scheduler of its own, so nothing is in the prefix cache
         for i, output in enumerate(offline.generate(prompts, [workload.greedy(count) for count in outputs])):
-            for token, now in zip(output.tokens, output.times, strict=True):
-                result.add(i, [token], now)
+            result.tokens[i], result.times[i] = output.tokens, output.times
         return result
 
 

@@ -1,12 +1,14 @@
 """Kernels of the CPU path: linear layers with what comes before and after, rotations, attention over the paged cache.
 
-All products are made of one tile, up to 8 rows of activations times 32 columns of packed weights, whose 16 vector
-accumulators stay in registers while the weights stream by once: what 8 rows cost is what one costs. Sums run over the
-inner dimension in one order whatever the number of rows, so a sequence's bits do not depend on its batch.
+All products are made of one tile, up to 12 rows of activations times 32 columns of packed weights, whose 24 vector
+accumulators stay in registers while the weights stream by once: what 12 rows cost is what one costs. While more rows
+pass the same weights again, from the cache, the next ones are fetched from memory, in equal parts a pass. Sums run over
+the inner dimension in one order whatever the number of rows, so a sequence's bits do not depend on its batch.
 
-Tiles are written in LLVM's intermediate language, since no loop that a compiler sees keeps its sums in registers this
-way; Numba compiles it all once per machine (some 10 s, cached). Addresses are passed instead of arrays: taking an array
-apart costs a microsecond a call. One file on purpose: Numba's cache notices changes only in a kernel's own file.
+Tiles are written in assembly, since no loop that a compiler sees keeps its sums in registers this way with so few other
+instructions; Numba compiles it all once per machine (some 20 s, cached). Addresses are passed instead of arrays: taking
+an array apart costs a microsecond a call. One file on purpose: Numba's cache notices changes only in a kernel's own
+file.
 """
 
 import functools
@@ -22,6 +24,7 @@ from numba.extending import intrinsic
 
 if platform.machine() not in ("x86_64", "AMD64"):
     raise ImportError("these kernels are written for x86-64")  # torch's operators take their place
+binding.initialize_native_asmparser()
 numba.config.THREADING_LAYER = "omp"
 numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
 
@@ -29,8 +32,14 @@ FEATURES = binding.get_host_cpu_features()
 HAS_AVX512 = all(FEATURES.get(name, False) for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
 HAS_VNNI = HAS_AVX512 and FEATURES.get("avx512vnni", False)
 
-ROWS, COLUMNS = 8, 32  # of a tile
-DEPTH = 2048  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
+ROWS, FEWER, COLUMNS = 12, 8, 32  # of a tile; of one for what is left, before a lower one
+HEIGHTS = (*range(1, FEWER + 1), ROWS)
+REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"  # a tile's arguments
+SCRATCH = "%r12", "%r13", "%r14", "%r15"
+AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows
+LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since the first cache keeps few of rows that
+# lie powers of 2 apart
+DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
 QUERIES, BLOCK_ROWS, KEYS = 32, 128, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
 BLOCK = 512  # rows that pass a panel of weights together
@@ -97,133 +106,194 @@ def _exp(x):
 # The tile
 
 
-def _tiles(integer: bool):
-    """tiles(rows, a, a_stride, w, w_stride, steps, c, c_stride): c[rows, 32] += a[rows, steps] w[steps, 32].
+def _assembly(rows: int, integer: bool) -> str:
+    """A tile: the sums of row r are in registers 2 r and 2 r + 1, a step's weights in 24 and 25."""
+    a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
+    four, eight, three, place = SCRATCH  # a four and eight rows on, three strides, where a row of sums is in memory
+    multiply, everywhere = ("vpdpbusd", "vpbroadcastd") if integer else ("vfmadd231ps", "vbroadcastss")
+    bases = (a, four, eight)[: (rows + 3) // 4]
 
-    Addresses and strides in bytes; `steps` is even. Floats, or for `integer` 4 unsigned bytes of `a` and 4 signed bytes
-    of every column of `w` a step, summed in int32 (VNNI). Eight rows at a time, then what is left.
+    def sums(line: str) -> list[str]:
+        """`line` for every half of a row of sums, with its address and its register."""
+        lines = [f"movq {c}, {place}"]
+        for row in range(rows):
+            lines += [line.format(f"{64 * half}({place})", f"%zmm{2 * row + half}") for half in (0, 1)]
+            lines.append(f"addq {c_stride}, {place}")
+        return lines
+
+    lines = [f"leaq ({stride},{stride},2), {three}", f"leaq ({a},{stride},4), {four}"]
+    lines += [f"leaq ({four},{stride},4), {eight}", *sums("vmovups {}, {}"), "1:"]
+    for step, here in enumerate((f"({w})", f"({w},{w_stride})")):
+        lines += [f"vmovups {here}, %zmm24", f"vmovups 64{here}, %zmm25"]
+        lines += [f"prefetcht0 ({ahead})", f"prefetcht0 64({ahead})", f"addq {gap}, {ahead}"]
+        for row in range(rows):
+            index = ("", f",{stride}", f",{stride},2", f",{three}")[row % 4]
+            value, one = f"{4 * step}({bases[row // 4]}{index})", f"%zmm{26 + row % 6}"
+            if index or integer:
+                lines.append(f"{everywhere} {value}, {one}")
+            else:
+                one = value + "{{1to16}}"  # fewer instructions, more loads: for some rows
+            for half in (0, 1):
+                first, second = (f"%zmm{24 + half}", one) if integer else (one, f"%zmm{24 + half}")
+                lines.append(f"{multiply} {first}, {second}, %zmm{2 * row + half}")
+    lines += [f"leaq ({w},{w_stride},2), {w}", *(f"addq $$8, {base}" for base in bases), f"subq $$2, {steps}", "jg 1b"]
+    return "\n".join([*lines, *sums("vmovups {1}, {0}")]).replace("{{1to16}}", "{1to16}")
+
+
+def _tile_of(integer: bool):
+    """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
+
+    Addresses and strides in bytes; `rows` is one of HEIGHTS, `steps` is even. Floats, or for `integer` 4 unsigned bytes
+    of `a` and 4 signed bytes of every column of `w` a step, summed in int32 (VNNI). Every step fetches two lines
+    at `ahead`, which then moves on by `gap`.
     """
-    scalar = ir.IntType(32) if integer else ir.FloatType()
-    vector, long = ir.VectorType(scalar, 16), ir.IntType(64)
-    name = "llvm.x86.avx512.vpdpbusd.512" if integer else "llvm.fma.v16f32"
+    long = ir.IntType(64)
+    changed = [f"={{{register[1:]}}}" for register in REGISTERS]
+    kept = [str(index) for index in range(len(REGISTERS))]
+    lost = [f"~{{{register[1:]}}}" for register in SCRATCH] + [f"~{{zmm{i}}}" for i in range(32)]
+    constraint = ",".join([*changed, *kept, *lost, "~{memory}", "~{flags}"])
+    function = ir.FunctionType(ir.LiteralStructType([long] * len(REGISTERS)), [long] * len(REGISTERS))
 
     @intrinsic
-    def tiles(context, rows, a, a_stride, w, w_stride, steps, c, c_stride):
+    def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
         def generate(context, builder, signature, arguments):
-            rows, a, a_stride, w, w_stride, steps, c, c_stride = arguments
-            module = builder.module
-            multiply = module.globals.get(name) or ir.Function(module, ir.FunctionType(vector, [vector] * 3), name)
-
-            def at(address, kind, *offsets):
-                for offset in offsets:
-                    address = builder.add(address, offset if isinstance(offset, ir.Value) else long(offset))
-                return builder.inttoptr(address, kind.as_pointer())
-
-            def tile(count, a, c, following):
-                """One tile of `count` rows where the builder stands, then on to `following`."""
-                a_rows = [builder.add(a, builder.mul(a_stride, long(row))) for row in range(count)]
-                c_rows = [builder.add(c, builder.mul(c_stride, long(row))) for row in range(count)]
-                places = [at(row, vector, half) for row in c_rows for half in (0, 64)]
-                entry, loop, end = builder.block, builder.append_basic_block("step"), builder.append_basic_block("end")
-                begin = [builder.load(place, align=4) for place in places]
-                builder.branch(loop)
-                builder.position_at_end(loop)
-                step = builder.phi(long)
-                sums = [builder.phi(vector) for _ in begin]
-                now = list(sums)
-                for ahead in (0, 1):
-                    here = builder.add(step, long(ahead))
-                    line, column = builder.mul(here, w_stride), builder.mul(here, long(4))
-                    weights = [builder.load(at(w, vector, line, half), align=4) for half in (0, 64)]
-                    for row in range(count):
-                        value = everywhere(builder.load(at(a_rows[row], scalar, column), align=4))
-                        for half, weight in enumerate(weights):
-                            total = now[2 * row + half]
-                            operands = [total, value, weight] if integer else [value, weight, total]
-                            now[2 * row + half] = builder.call(multiply, operands)
-                after = builder.add(step, long(2))
-                for phi, first, last in zip((step, *sums), (long(0), *begin), (after, *now), strict=True):
-                    phi.add_incoming(first, entry)
-                    phi.add_incoming(last, loop)
-                builder.cbranch(builder.icmp_unsigned("<", after, steps), loop, end)
-                builder.position_at_end(end)
-                for place, total in zip(places, now, strict=True):
-                    builder.store(total, place, align=4)
-                builder.branch(following)
-                return end
-
-            def everywhere(value):
-                undefined = ir.Constant(vector, ir.Undefined)
-                one = builder.insert_element(undefined, value, ir.IntType(32)(0))
-                return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16))
-
-            entry = builder.block
-            head, eight, few, done = (builder.append_basic_block(name) for name in ("head", "eight", "few", "done"))
-            builder.branch(head)
-            builder.position_at_end(head)
-            left, a_now, c_now = builder.phi(long), builder.phi(long), builder.phi(long)
-            builder.cbranch(builder.icmp_signed(">=", left, long(ROWS)), eight, few)
-            builder.position_at_end(eight)
-            end = tile(ROWS, a_now, c_now, head)
-            builder.position_before(end.terminator)
-            moved = [
-                builder.sub(left, long(ROWS)),
-                builder.add(a_now, builder.mul(a_stride, long(ROWS))),
-                builder.add(c_now, builder.mul(c_stride, long(ROWS))),
-            ]
-            for phi, first, last in zip((left, a_now, c_now), (rows, a, c), moved, strict=True):
-                phi.add_incoming(first, entry)
-                phi.add_incoming(last, end)
-            builder.position_at_end(few)
-            choice = builder.switch(left, done)
-            for count in range(1, ROWS):
+            done = builder.append_basic_block("done")
+            choice = builder.switch(arguments[0], done)
+            for count in HEIGHTS:
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(long(count), block)
                 builder.position_at_end(block)
-                tile(count, a_now, c_now, done)
+                builder.call(ir.InlineAsm(function, _assembly(count, integer), constraint, True), arguments[1:])
+                builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), generate
+        return types.void(*[types.int64] * 10), generate
 
-    return tiles
+    return tile
 
 
-_float_tiles, _byte_tiles = _tiles(integer=False), _tiles(integer=HAS_VNNI)  # without VNNI there are no int8 weights
+_float_tile, _byte_tile = _tile_of(integer=False), _tile_of(integer=HAS_VNNI)  # without VNNI there are no int8 weights
+
+
+# Each compiled once: what they are used in would hold a copy.
+
+
+@njit(types.void(*[I64] * 10), **OPTIONS)
+def _float_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    _float_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@njit(types.void(*[I64] * 10), **OPTIONS)
+def _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    _byte_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@njit(I64(I64), inline="always", **OPTIONS)
+def _height(left):
+    """Of the next tile, with so many rows left."""
+    return ROWS if left >= ROWS else min(left, FEWER)
 
 
 @njit(types.void(*[I64] * 8), **OPTIONS)
 def _product(rows, a, a_stride, w, w_stride, steps, c, c_stride):
-    _float_tiles(rows, a, a_stride, w, w_stride, steps, c, c_stride)
+    """c[rows, 32] += a[rows, steps] w[steps, 32] of floats that are in a cache: nothing has to be fetched ahead."""
+    row = 0
+    while row < rows:
+        height = _height(rows - row)
+        _float_rows(height, a + row * a_stride, a_stride, w, w_stride, steps, c + row * c_stride, c_stride, w, 0)
+        row += height
 
 
-@njit(types.void(*[I64] * 8), **OPTIONS)
-def _byte_product(rows, a, a_stride, w, w_stride, steps, c, c_stride):
-    _byte_tiles(rows, a, a_stride, w, w_stride, steps, c, c_stride)
+@njit(types.UniTuple(I64, 3)(*[I64] * 4), **OPTIONS)
+def _fetching(rows, w, nbytes, following):
+    """`ahead` and `gap` of the first tile of rows that pass weights w, and how far the next one's `ahead` is.
+
+    Those at `following` are needed next: every pass fetches its share. A single pass fetches what it needs itself soon.
+    """
+    left = rows % ROWS
+    passes = rows // ROWS + left // FEWER + (left % FEWER > 0)
+    if passes == 1:
+        return w + AHEAD, 2 * LINE, 0
+    return following, LINE if passes <= 3 else LINE // 2, nbytes // passes // LINE * LINE
+
+
+# Rows of 32 sums, as vector instructions by hand: loops over memory that may overlap stay scalar, ten times slower.
+
+VECTOR, WHOLE, LONG = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16), ir.IntType(64)
+
+
+def _rows_of_sums(signature, body):
+    """An intrinsic that says `body(builder, arguments, at)` for both halves of a row, with `at(address)` a pointer."""
+
+    def generate(context, builder, signature, arguments):
+        for offset in (0, 64):
+
+            def at(address, kind=VECTOR, offset=offset):
+                return builder.inttoptr(builder.add(address, LONG(offset)), kind.as_pointer())
+
+            body(builder, arguments, at)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def _put_row(context, sums, bias, target):
+    """target[0:32] = sums + bias."""
+
+    def body(builder, arguments, at):
+        value, bias = (builder.load(at(address), align=4) for address in arguments[:2])
+        builder.store(builder.fadd(value, bias), at(arguments[2]), align=4)
+
+    return _rows_of_sums(types.void(*[types.int64] * 3), body)
+
+
+@intrinsic
+def _add_row(context, sums, bias, target):
+    """target[0:32] += sums + bias."""
+
+    def body(builder, arguments, at):
+        value, bias, before = (builder.load(at(address), align=4) for address in arguments)
+        builder.store(builder.fadd(builder.fadd(value, bias), before), at(arguments[2]), align=4)
+
+    return _rows_of_sums(types.void(*[types.int64] * 3), body)
+
+
+@intrinsic
+def _scale_row(context, counts, excess, scales, scale):
+    """counts[0:32] = (counts - excess) * (scales * scale), int32 to float32 in place."""
+
+    def body(builder, arguments, at):
+        counts, excess, scales, scale = arguments
+        whole = builder.sub(*(builder.load(at(address, WHOLE), align=4) for address in (counts, excess)))
+        lanes = ir.Constant(VECTOR, ir.Undefined)
+        one = builder.insert_element(lanes, scale, ir.IntType(32)(0))
+        every = builder.shuffle_vector(one, lanes, ir.Constant(WHOLE, [0] * 16))
+        factor = builder.fmul(builder.load(at(scales), align=4), every)
+        builder.store(builder.fmul(builder.sitofp(whole, VECTOR), factor), at(counts), align=4)
+
+    i64 = types.int64
+    return _rows_of_sums(types.void(i64, i64, i64, types.float32), body)
 
 
 @intrinsic
 def _gate(context, sums, bias):
-    """sums[0:16] = silu(g) * v with g = sums[0:16] + bias[0:16], v = sums[16:32] + bias[16:32]; exponentials as `_exp`.
-
-    As vector instructions by hand: a loop of 16 over memory that may overlap stays scalar, ten times slower.
-    """
+    """sums[0:16] = silu(g) * v, both halves with their bias added; exponentials as `_exp`."""
 
     def generate(context, builder, signature, arguments):
-        vector, whole = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16)
-
         def call(name, *operands):
             known = builder.module.globals.get(name)
-            kind = ir.FunctionType(vector, [vector] * len(operands))
+            kind = ir.FunctionType(VECTOR, [VECTOR] * len(operands))
             return builder.call(known or ir.Function(builder.module, kind, name), operands)
 
         def at(address, offset):
-            return builder.inttoptr(builder.add(address, ir.IntType(64)(offset)), vector.as_pointer())
+            return builder.inttoptr(builder.add(address, LONG(offset)), VECTOR.as_pointer())
 
         def both(offset):
             return builder.fadd(*(builder.load(at(address, offset), align=4) for address in arguments))
 
-        def all16(value, kind=vector):
+        def all16(value, kind=VECTOR):
             return ir.Constant(kind, [value] * 16)
 
         gate, value = both(0), both(64)
@@ -237,8 +307,8 @@ def _gate(context, sums, bias):
         for coefficient in EXP[1:]:
             p = call("llvm.fma.v16f32", p, r, all16(float(coefficient)))
         p = builder.fadd(call("llvm.fma.v16f32", builder.fmul(p, r), r, r), all16(1.0))
-        power = builder.shl(builder.add(builder.fptosi(n, whole), all16(127, whole)), all16(23, whole))
-        small = builder.fmul(p, builder.bitcast(power, vector))
+        power = builder.shl(builder.add(builder.fptosi(n, WHOLE), all16(127, WHOLE)), all16(23, WHOLE))
+        small = builder.fmul(p, builder.bitcast(power, VECTOR))
         above = builder.select(builder.fcmp_ordered(">=", gate, all16(0.0)), all16(1.0), small)
         sigmoid = builder.fdiv(above, builder.fadd(small, all16(1.0)))
         builder.store(builder.fmul(builder.fmul(gate, sigmoid), value), at(arguments[0], 0), align=4)
@@ -296,13 +366,13 @@ def _wait(context, gate, turn, threads):
 # Linear layers
 
 
-@njit(types.void(*[I64] * 4, F32, I64, I64, I64), **OPTIONS)
-def _norm_rows(x, stride, width, norm, eps, out, begin, end):
-    """Rows [begin, end) of x, normed by their root mean square and `norm` [width], to out [rows, width]."""
+@njit(types.void(*[I64] * 4, F32, *[I64] * 4), **OPTIONS)
+def _norm_rows(x, stride, width, norm, eps, out, out_stride, begin, end):
+    """Rows [begin, end) of x, normed by their root mean square and `norm` [width], to out."""
     weight = carray(_floats(norm), (width,))
     for row in range(begin, end):
         source = carray(_floats(x + row * stride), (width,))
-        target = carray(_floats(out + row * width * 4), (width,))
+        target = carray(_floats(out + row * out_stride), (width,))
         total = np.float32(0.0)
         for i in range(width):
             total += source[i] * source[i]
@@ -311,13 +381,13 @@ def _norm_rows(x, stride, width, norm, eps, out, begin, end):
             target[i] = source[i] * scale * weight[i]
 
 
-@njit(types.void(*[I64] * 7), **OPTIONS)
-def _quantize_rows(x, stride, width, out, scales, begin, end):
-    """Rows [begin, end) of x to bytes out [rows, width]: 128 + x / scale, with a scale a row: its largest over 127."""
+@njit(types.void(*[I64] * 8), **OPTIONS)
+def _quantize_rows(x, stride, width, out, out_stride, scales, begin, end):
+    """Rows [begin, end) of x to bytes out: 128 + x / scale, with a scale a row: its largest over 127."""
     scale_of = carray(_floats(scales), (end,))
     for row in range(begin, end):
         source = carray(_floats(x + row * stride), (width,))
-        target = carray(_bytes(out + row * width), (width,))
+        target = carray(_bytes(out + row * out_stride), (width,))
         bits, largest = carray(_ints(x + row * stride), (width,)), np.int32(0)
         for i in range(width):  # as integers: the order is that of the absolute values, and a NaN is above them all
             largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
@@ -336,17 +406,18 @@ def _finish(sums, rows, first, width, kind, c, c_stride, bias):
     """
     b = carray(_floats(bias), (COLUMNS,))
     for row in range(rows):
-        value = carray(_floats(sums + row * COLUMNS * 4), (COLUMNS,))
-        target = carray(_floats(c + row * c_stride + first * 4), (width,))
+        source, place = sums + row * COLUMNS * 4, c + row * c_stride + first * 4
+        value, target = carray(_floats(source), (COLUMNS,)), carray(_floats(place), (width,))
         if kind == GATE:
-            _gate(sums + row * COLUMNS * 4, bias)
+            _gate(source, bias)
             target[:] = value[:width]
+        elif width < COLUMNS:
+            for i in range(width):
+                target[i] = value[i] + b[i] + (target[i] if kind == ADD else np.float32(0.0))
         elif kind == ADD:
-            for i in range(width):
-                target[i] += value[i] + b[i]
+            _add_row(source, bias, place)
         else:
-            for i in range(width):
-                target[i] = value[i] + b[i]
+            _put_row(source, bias, place)
 
 
 @njit(types.void(*[I64] * 15), **OPTIONS)
@@ -356,30 +427,35 @@ def _panels(
     """A thread's share of the panels of a product: a [rows, inner], prepared, times w to c [rows, outer]."""
     columns = 16 if kind == GATE else COLUMNS
     panels = (outer + columns - 1) // columns
-    counts = sums + BLOCK * COLUMNS * 4
+    depth = min(inner, DEPTH) if w_scale == 0 else inner  # bytes stay exact however they are summed
+    size = 4 if w_scale == 0 else 1
     row_scale = carray(_floats(scales), (rows,))
     for top in range(0, rows, BLOCK):
-        count = min(BLOCK, rows - top)
+        bottom = min(rows, top + BLOCK)
         for p in range(panels * t // threads, panels * (t + 1) // threads):
-            if w_scale == 0:
-                carray(_floats(sums), (count * COLUMNS,))[:] = np.float32(0.0)
-                for depth in range(0, inner, DEPTH):
-                    at = w + (p * inner + depth) * COLUMNS * 4
-                    here, steps = a + top * a_stride + depth * 4, min(DEPTH, inner - depth)
-                    _product(count, here, a_stride, at, COLUMNS * 4, steps, sums, COLUMNS * 4)
-            else:
-                carray(_ints(counts), (count * COLUMNS,))[:] = 0
-                here, at = a + top * a_stride, w + p * inner * COLUMNS
-                _byte_product(count, here, a_stride, at, COLUMNS * 4, inner // 4, counts, COLUMNS * 4)
-                scale = carray(_floats(w_scale + p * COLUMNS * 4), (COLUMNS,))
-                excess = carray(_ints(w_scale + (panels + p) * COLUMNS * 4), (COLUMNS,))
-                for row in range(count):
-                    whole = carray(_ints(counts + row * COLUMNS * 4), (COLUMNS,))
-                    value = carray(_floats(sums + row * COLUMNS * 4), (COLUMNS,))
-                    for i in range(COLUMNS):
-                        value[i] = np.float32(whole[i] - excess[i]) * (scale[i] * row_scale[top + row])
             width = min(columns, outer - p * columns)
-            _finish(sums, count, p * columns, width, kind, c + top * c_stride, c_stride, bias + p * COLUMNS * 4)
+            scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
+            for first in range(0, inner, depth):
+                deep = min(depth, inner - first)
+                at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
+                ahead, gap, part = _fetching(bottom - top, at, nbytes, at + nbytes)
+                row = top
+                while row < bottom:
+                    height = _height(bottom - row)
+                    here, place = a + row * a_stride + first * size, sums + (row - top) * COLUMNS * 4
+                    if first == 0:
+                        carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
+                    if w_scale == 0:
+                        _float_rows(height, here, a_stride, at, COLUMNS * 4, deep, place, COLUMNS * 4, ahead, gap)
+                    else:
+                        _byte_rows(height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap)
+                        for i in range(height):
+                            _scale_row(place + i * COLUMNS * 4, excess, scale, row_scale[row + i])
+                    if first + deep == inner:
+                        at_c, at_bias = c + row * c_stride, bias + p * COLUMNS * 4
+                        _finish(place, height, p * columns, width, kind, at_c, c_stride, at_bias)
+                    row += height
+                    ahead += part
 
 
 @njit(I64(*[I64] * 7, F32, *[I64] * 11), **OPTIONS)
@@ -391,15 +467,16 @@ def _linear(
     a, stride, scales = x, x_stride, x
     if norm != 0 or w_scale != 0:
         few = rows < ALONE
-        base = own + 2 * BLOCK * COLUMNS * 4 if few else shared
+        base = own + BLOCK * COLUMNS * 4 if few else shared
         begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
         if norm != 0:
-            _norm_rows(a, stride, inner, norm, eps, base, begin, end)
-            a, stride = base, inner * 4
+            _norm_rows(a, stride, inner, norm, eps, base, inner * 4 + LINE, begin, end)
+            a, stride = base, inner * 4 + LINE
         if w_scale != 0:
-            quantized, scales = base + rows * inner * 4, base + rows * inner * 5
-            _quantize_rows(a, stride, inner, quantized, scales, begin, end)
-            a, stride = quantized, inner
+            quantized = base + rows * (inner * 4 + LINE)
+            scales = quantized + rows * (inner + LINE)
+            _quantize_rows(a, stride, inner, quantized, inner + LINE, scales, begin, end)
+            a, stride = quantized, inner + LINE
         if not few:
             turn = _wait(gate, turn, threads)
     _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
@@ -442,7 +519,7 @@ def _rotate_rows(
             pairs = carray(_floats(address), (dims,))
             norm = q_norm if head < q_heads else k_norm
             if norm != 0:
-                _norm_rows(address, 0, dims, norm, eps, address, 0, 1)
+                _norm_rows(address, 0, dims, norm, eps, address, 0, 0, 1)
             for i in range(0, dims, 2):
                 real, imaginary = pairs[i], pairs[i + 1]
                 pairs[i] = real * turn[i] - imaginary * turn[i + 1]
@@ -559,10 +636,10 @@ def _one_head(query, keys, values, table, head, kv_heads, low, high, size, score
         _mix(out, values, scores, at, begin, end, b * size - low, width, group, dims)
 
 
-@njit(types.void(*[I64] * 12, F32, *[I64] * 7), **OPTIONS)
+@njit(types.void(*[I64] * 12, F32, *[I64] * 8), **OPTIONS)
 def _some_rows(
     t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads, size, dims,
-    out, query, scores,
+    out, out_stride, query, scores,
 ):  # fmt: skip
     """A thread's share of `attend_rows`; `query` and `scores` are its own: group * dims, group * longest floats."""
     row_of = carray(_longs(index), (rows,))
@@ -573,7 +650,7 @@ def _some_rows(
     for item in range(t, rows * kv_heads, threads):
         row, head = item // kv_heads, item % kv_heads
         source = carray(_floats(queries + row_of[row] * stride + head * group * dims * 4), (group * dims,))
-        mixed = carray(_floats(out + (row_of[row] * kv_heads + head) * group * dims * 4), (group * dims,))
+        mixed = carray(_floats(out + row_of[row] * out_stride + head * group * dims * 4), (group * dims,))
         own[:] = source * scale
         mixed[:] = np.float32(0.0)
         _one_head(
@@ -598,7 +675,7 @@ def attend_rows(
         own = np.empty(group * (dims + longest), np.float32)
         _some_rows(
             t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads,
-            size, dims, out, own.ctypes.data, own.ctypes.data + group * dims * 4,
+            size, dims, out, kv_heads * group * dims * 4, own.ctypes.data, own.ctypes.data + group * dims * 4,
         )  # fmt: skip
 
 
@@ -745,6 +822,7 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
     """A thread's share of `decoder_layers`, in the order of the model."""
     hidden, inner, q_heads, kv_heads, dims = shape[HIDDEN], shape[INNER], shape[Q_HEADS], shape[KV_HEADS], shape[DIMS]
     width, group, scale = (q_heads + 2 * kv_heads) * dims, q_heads // kv_heads, np.float32(1.0 / np.sqrt(dims))
+    mixed_stride, inside_stride = q_heads * dims * 4 + LINE, inner * 4 + LINE
     x, heads, mixed, inside = buffers[X], buffers[HEADS], buffers[MIXED], buffers[INSIDE]
     gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
     mine = np.empty(group * (dims + plans[:, ROW_LONGEST].max()), np.float32)
@@ -769,7 +847,7 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
             _some_rows(
                 t, threads, heads, width * 4, keys, values, plan[ROW_INDEX], plan[ROW_TABLE], plan[ROW_WIDTH],
                 plan[ROW_LOW], plan[ROW_HIGH], plan[ROW_COUNT], scale, group, kv_heads, shape[SIZE_], dims, mixed,
-                mine.ctypes.data, mine.ctypes.data + group * dims * 4,
+                mixed_stride, mine.ctypes.data, mine.ctypes.data + group * dims * 4,
             )  # fmt: skip
         for number in range(chunks.shape[0]):
             chunk = chunks[number]
@@ -777,21 +855,21 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
             _some_blocks(
                 t, threads, heads + first * width * 4, width * 4, chunk[CHUNK_COUNT], chunk[CHUNK_START],
                 chunk[CHUNK_TABLE], keys, values, group, kv_heads, shape[SIZE_], dims, plan[WINDOW], scale,
-                mixed + first * q_heads * dims * 4, q_heads * dims * 4, work.ctypes.data,
+                mixed + first * mixed_stride, mixed_stride, work.ctypes.data,
             )  # fmt: skip
         turn = _wait(gate, turn, threads)
         turn = _linear(
-            t, threads, gate, turn, mixed, q_heads * dims * 4, 0, eps, rows, q_heads * dims, layer[OUT], layer[OUT + 1],
+            t, threads, gate, turn, mixed, mixed_stride, 0, eps, rows, q_heads * dims, layer[OUT], layer[OUT + 1],
             layer[OUT + 2], hidden, ADD, x, hidden * 4, shared, own,
         )  # fmt: skip
         turn = _wait(gate, turn, threads)
         turn = _linear(
             t, threads, gate, turn, x, hidden * 4, layer[POST_NORM], eps, rows, hidden, layer[GATE_UP],
-            layer[GATE_UP + 1], layer[GATE_UP + 2], inner, GATE, inside, inner * 4, shared, own,
+            layer[GATE_UP + 1], layer[GATE_UP + 2], inner, GATE, inside, inside_stride, shared, own,
         )  # fmt: skip
         turn = _wait(gate, turn, threads)
         turn = _linear(
-            t, threads, gate, turn, inside, inner * 4, 0, eps, rows, inner, layer[DOWN], layer[DOWN + 1],
+            t, threads, gate, turn, inside, inside_stride, 0, eps, rows, inner, layer[DOWN], layer[DOWN + 1],
             layer[DOWN + 2], hidden, ADD, x, hidden * 4, shared, own,
         )  # fmt: skip
         turn = _wait(gate, turn, threads)
@@ -829,8 +907,9 @@ def workspace(nbytes: int) -> int:
 
 def spaces(rows: int, widest: int, threads: int) -> tuple[int, int]:
     """Bytes of work space that `linear` needs in all, and of it each thread's own."""
-    own = 2 * BLOCK * COLUMNS * 4 + ALONE * (5 * widest + 64)
-    return 64 + threads * own + rows * (5 * widest + 64), own
+    row = 5 * widest + 2 * LINE + 4
+    own = BLOCK * COLUMNS * 4 + -(-ALONE * row // LINE) * LINE
+    return LINE + threads * own + rows * row, own
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.engine import pages
 from paceline.engine.config import ModelConfig, ModelError
 
 DEFAULT_POOL = 4 << 30  # bytes, when neither memory nor a number of blocks is given
@@ -26,7 +27,8 @@ class KVCache:
 
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu"):
         shape = (config.layers, 2, num_blocks, config.kv_heads, block_size, config.head_dim)
-        self.pool = torch.empty(shape, dtype=torch.float32, device=device).zero_()
+        empty = pages.zeros(shape) if device == "cpu" else torch.empty(shape, dtype=torch.float32, device=device)
+        self.pool = empty.zero_()
         self.num_blocks, self.block_size = num_blocks, block_size
         self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
         # Each layer's keys and values, made once: by row, by the rows of a head in a block, and as addresses.

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.engine import pages
+
 try:
     from paceline.engine import kernels
 except (ImportError, ValueError):  # no Numba or no OpenMP layer for it
@@ -131,6 +133,11 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows * inverse[:, None]).round_().to(torch.int8), peak / 127.0
 
 
+def in_large_pages(tensor: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return pages.zeros(tensor.shape, tensor.dtype).copy_(tensor)
+
+
 class TiledLinear:
     """Our own kernel: W in panels of 32 outputs, [panels, in, 32]; gates and their values alternate by 16."""
 
@@ -151,7 +158,7 @@ class TiledLinear:
         return torch.cat([half.unflatten(0, (-1, width)) for half in filled], dim=1)
 
     def pack(self, panels: Tensor) -> None:
-        self.packed, self.scale = panels.transpose(1, 2).contiguous(), None
+        self.packed, self.scale = in_large_pages(panels.transpose(1, 2)), None
         self.nbytes = self.packed.numel() * 4
 
     @property
@@ -181,7 +188,7 @@ class TiledInt8Linear(TiledLinear):
     def pack(self, panels: Tensor) -> None:
         quantized, scale = quantize(panels.flatten(0, 1))
         self.nbytes = quantized.numel()
-        self.packed = quantized.view(-1, kernels.COLUMNS, self.inner // 4, 4).transpose(1, 2).contiguous()
+        self.packed = in_large_pages(quantized.view(-1, kernels.COLUMNS, self.inner // 4, 4).transpose(1, 2))
         excess = quantized.sum(dim=1, dtype=torch.int32) * 128
         self.scale = torch.stack([scale, excess.view(torch.float32)])
 

@@ -1,6 +1,7 @@
 """Batch jobs without a server: the same controller over an engine in this process, step after step."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,12 +15,14 @@ from paceline.runtime.sequence import BlockHasher, RunningSequence
 
 @dataclass(slots=True)
 class Output:
-    """What one prompt yielded (`runtime.api.Sink`). `times`: `perf_counter` at each token."""
+    """What one prompt yielded (`runtime.api.Sink`). `times`: when each token came, in seconds since the beginning."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    arrival: float = 0.0
+    clock: Callable[[], float] = time.perf_counter
     finish: str | None = None
     error: str = ""
     checks_stop: bool = False
@@ -28,7 +31,7 @@ class Output:
         self.tokens += output.tokens
         self.logprobs += output.logprobs
         self.prompt_logprobs += output.prompt_logprobs
-        self.times += [time.perf_counter()] * len(output.tokens)
+        self.times += [self.clock()] * len(output.tokens)
         self.finish = finish
         return False
 
@@ -46,31 +49,52 @@ class Offline:
         self._block_size = config.scheduler.block_size
         self._running: dict[str, RunningSequence] = {}
         self._dropped: list[int] = []
+        self._begin = 0.0
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Output]:
-        """Runs all prompts to their ends; they arrive at once, in order. A sequence's error ends up in its output.
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        arrivals: Sequence[float] | None = None,
+    ) -> list[Output]:
+        """Runs all prompts to their ends. A sequence's error ends up in its output.
 
-        Raises ValueError for a prompt that the cache can never hold.
+        `arrivals`: seconds from now, not falling; None: all at once. Time in which there is nothing to do is skipped,
+        not waited for. Raises ValueError for a prompt that the cache can never hold.
         """
+        if arrivals is None:
+            arrivals = [0.0] * len(prompts)
         scheduler = self.controller.groups[0].scheduler
         for index, (tokens, limit) in enumerate(zip(prompts, params, strict=True)):
             if not scheduler.fits(len(tokens), limit.max_tokens):
                 raise ValueError(f"prompt {index}: the KV cache cannot hold it and its output even alone")
-        outputs = [Output() for _ in prompts]
-        inputs: list[Input] = []
+        outputs = [Output(arrival=arrival, clock=self._now) for arrival in arrivals]
+        future: deque[Submit] = deque()
         for index, (tokens, sink) in enumerate(zip(prompts, outputs, strict=True)):
             hasher = BlockHasher("", self._block_size)
             seq = RunningSequence(str(index), index, tokens, params[index], sink, self.eos_ids, hasher)
             self._running[seq.id] = seq
-            inputs.append(Submit(Request(seq.id, len(tokens), params[index].max_tokens, prefix=seq.prefix)))
-        start = time.perf_counter()
+            request = Request(seq.id, len(tokens), params[index].max_tokens, sink.arrival, prefix=seq.prefix)
+            future.append(Submit(request))
+        self._begin = time.perf_counter()
+        inputs: list[Input] = []
         while True:
-            _, batches = self.controller.turn(inputs, time.perf_counter() - start)
-            if not batches:
+            while future and future[0].request.arrival <= self._now():
+                inputs.append(future.popleft())
+            _, batches = self.controller.turn(inputs, self._now())
+            inputs = []
+            if batches:
+                inputs = self._step(batches[0])
+            elif future:
+                self._begin -= future[0].request.arrival - self._now()
+            else:
                 self.engine.step([], [], self._dropped)
                 self._dropped = []
                 return outputs
-            inputs = self._step(batches[0])
+
+    def _now(self) -> float:
+        """Seconds since the beginning, what was skipped included."""
+        return time.perf_counter() - self._begin
 
     def _step(self, batch: Batch) -> list[Input]:
         sequences = [self._running[request] for request in batch.requests]

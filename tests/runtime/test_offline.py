@@ -41,6 +41,14 @@ def test_tokens_do_not_depend_on_budget_or_preemption(budget, num_blocks):
     assert not job.engine.tokens, "the engine was told to forget"
 
 
+def test_requests_arrive_over_time_and_idle_time_is_skipped():
+    arrivals = [0.0, 0.0, 5000.0, 90000.0]
+    outputs = offline().generate([[1], [2], [3], [4]], [SamplingParams(max_tokens=4)] * 4, arrivals)
+    assert [o.tokens for o in outputs] == [expected([i], 4) for i in (1, 2, 3, 4)]
+    for output, arrival in zip(outputs, arrivals, strict=True):
+        assert output.times == sorted(output.times) and arrival <= output.times[0] < output.times[-1] < arrival + 1000
+
+
 def test_one_bad_sequence_fails_alone():
     outputs = offline().generate([[1], [POISON], [2]], [SamplingParams(max_tokens=4)] * 3)
     assert outputs[1].error == "poisoned" and not outputs[1].tokens
