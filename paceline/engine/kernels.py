@@ -41,7 +41,7 @@ LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since
 # lie powers of 2 apart
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
-QUERIES, BLOCK_ROWS, KEYS = 32, 128, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
+QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
 BLOCK = 512  # rows that pass a panel of weights together
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
@@ -106,12 +106,12 @@ def _exp(x):
 # The tile
 
 
-def _assembly(rows: int, integer: bool) -> str:
+def _assembly(rows: int, integer: bool, across: bool) -> str:
     """A tile: the sums of row r are in registers 2 r and 2 r + 1, a step's weights in 24 and 25."""
     a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
     four, eight, three, place = SCRATCH  # a four and eight rows on, three strides, where a row of sums is in memory
     multiply, everywhere = ("vpdpbusd", "vpbroadcastd") if integer else ("vfmadd231ps", "vbroadcastss")
-    bases = (a, four, eight)[: (rows + 3) // 4]
+    bases = (a,) if across else (a, four, eight)[: (rows + 3) // 4]
 
     def sums(line: str) -> list[str]:
         """`line` for every half of a row of sums, with its address and its register."""
@@ -127,25 +127,27 @@ def _assembly(rows: int, integer: bool) -> str:
         lines += [f"vmovups {here}, %zmm24", f"vmovups 64{here}, %zmm25"]
         lines += [f"prefetcht0 ({ahead})", f"prefetcht0 64({ahead})", f"addq {gap}, {ahead}"]
         for row in range(rows):
-            index = ("", f",{stride}", f",{stride},2", f",{three}")[row % 4]
-            value, one = f"{4 * step}({bases[row // 4]}{index})", f"%zmm{26 + row % 6}"
-            if index or integer:
+            index = ("", f",{stride}", f",{stride},2", f",{three}")[step if across else row % 4]
+            value = f"{4 * row}({a}{index})" if across else f"{4 * step}({bases[row // 4]}{index})"
+            one = f"%zmm{26 + row % 6}"
+            if index or integer or row % 4:
                 lines.append(f"{everywhere} {value}, {one}")
             else:
                 one = value + "{{1to16}}"  # fewer instructions, more loads: for some rows
             for half in (0, 1):
                 first, second = (f"%zmm{24 + half}", one) if integer else (one, f"%zmm{24 + half}")
                 lines.append(f"{multiply} {first}, {second}, %zmm{2 * row + half}")
-    lines += [f"leaq ({w},{w_stride},2), {w}", *(f"addq $$8, {base}" for base in bases), f"subq $$2, {steps}", "jg 1b"]
+    on = [f"leaq ({a},{stride},2), {a}"] if across else [f"addq $$8, {base}" for base in bases]
+    lines += [f"leaq ({w},{w_stride},2), {w}", *on, f"subq $$2, {steps}", "jg 1b"]
     return "\n".join([*lines, *sums("vmovups {1}, {0}")]).replace("{{1to16}}", "{1to16}")
 
 
-def _tile_of(integer: bool):
+def _tile_of(integer: bool = False, across: bool = False):
     """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
 
     Addresses and strides in bytes; `rows` is one of HEIGHTS, `steps` is even. Floats, or for `integer` 4 unsigned bytes
-    of `a` and 4 signed bytes of every column of `w` a step, summed in int32 (VNNI). Every step fetches two lines
-    at `ahead`, which then moves on by `gap`.
+    of `a` and 4 signed bytes of every column of `w` a step, summed in int32 (VNNI). `across`: a is [steps, rows] in
+    memory. Every step fetches two lines at `ahead`, which then moves on by `gap`.
     """
     long = ir.IntType(64)
     changed = [f"={{{register[1:]}}}" for register in REGISTERS]
@@ -163,7 +165,7 @@ def _tile_of(integer: bool):
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(long(count), block)
                 builder.position_at_end(block)
-                builder.call(ir.InlineAsm(function, _assembly(count, integer), constraint, True), arguments[1:])
+                builder.call(ir.InlineAsm(function, _assembly(count, integer, across), constraint, True), arguments[1:])
                 builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()
@@ -173,7 +175,8 @@ def _tile_of(integer: bool):
     return tile
 
 
-_float_tile, _byte_tile = _tile_of(integer=False), _tile_of(integer=HAS_VNNI)  # without VNNI there are no int8 weights
+_float_tile, _across_tile = _tile_of(), _tile_of(across=True)
+_byte_tile = _tile_of(integer=HAS_VNNI)  # without VNNI there are no int8 weights
 
 
 # Each compiled once: what they are used in would hold a copy.
@@ -182,6 +185,11 @@ _float_tile, _byte_tile = _tile_of(integer=False), _tile_of(integer=HAS_VNNI)  #
 @njit(types.void(*[I64] * 10), **OPTIONS)
 def _float_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     _float_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@njit(types.void(*[I64] * 10), **OPTIONS)
+def _across_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    _across_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
 
 @njit(types.void(*[I64] * 10), **OPTIONS)
@@ -202,6 +210,16 @@ def _product(rows, a, a_stride, w, w_stride, steps, c, c_stride):
     while row < rows:
         height = _height(rows - row)
         _float_rows(height, a + row * a_stride, a_stride, w, w_stride, steps, c + row * c_stride, c_stride, w, 0)
+        row += height
+
+
+@njit(types.void(*[I64] * 8), **OPTIONS)
+def _product_across(rows, a, a_stride, w, w_stride, steps, c, c_stride):
+    """The same with a [steps, rows]."""
+    row = 0
+    while row < rows:
+        height = _height(rows - row)
+        _across_rows(height, a + row * 4, a_stride, w, w_stride, steps, c + row * c_stride, c_stride, w, 0)
         row += height
 
 
@@ -277,44 +295,99 @@ def _scale_row(context, counts, excess, scales, scale):
     return _rows_of_sums(types.void(i64, i64, i64, types.float32), body)
 
 
+def _all16(value, kind=VECTOR):
+    return ir.Constant(kind, [value] * 16)
+
+
+def _call16(builder, name, *operands):
+    known = builder.module.globals.get(name)
+    kind = ir.FunctionType(VECTOR, [VECTOR] * len(operands))
+    return builder.call(known or ir.Function(builder.module, kind, name), operands)
+
+
+def _exp16(builder, x):
+    """`_exp` of 16 numbers <= 0."""
+    fma = "llvm.fma.v16f32"
+    x = builder.select(builder.fcmp_ordered("<", x, _all16(-87.0)), _all16(-87.0), x)
+    scaled = _call16(builder, fma, x, _all16(float(np.float32(1.4426950408889634))), _all16(0.5))
+    n = _call16(builder, "llvm.floor.v16f32", scaled)
+    r = _call16(builder, fma, n, _all16(-0.693359375), x)
+    r = _call16(builder, fma, n, _all16(float(np.float32(2.12194440e-4))), r)
+    p = _all16(float(EXP[0]))
+    for coefficient in EXP[1:]:
+        p = _call16(builder, fma, p, r, _all16(float(coefficient)))
+    p = builder.fadd(_call16(builder, fma, builder.fmul(p, r), r, r), _all16(1.0))
+    power = builder.shl(builder.add(builder.fptosi(n, WHOLE), _all16(127, WHOLE)), _all16(23, WHOLE))
+    return builder.fmul(p, builder.bitcast(power, VECTOR))
+
+
 @intrinsic
 def _gate(context, sums, bias):
-    """sums[0:16] = silu(g) * v, both halves with their bias added; exponentials as `_exp`."""
+    """sums[0:16] = silu(g) * v with g = sums[0:16] + bias[0:16], v = sums[16:32] + bias[16:32]."""
 
     def generate(context, builder, signature, arguments):
-        def call(name, *operands):
-            known = builder.module.globals.get(name)
-            kind = ir.FunctionType(VECTOR, [VECTOR] * len(operands))
-            return builder.call(known or ir.Function(builder.module, kind, name), operands)
-
         def at(address, offset):
             return builder.inttoptr(builder.add(address, LONG(offset)), VECTOR.as_pointer())
 
         def both(offset):
             return builder.fadd(*(builder.load(at(address, offset), align=4) for address in arguments))
 
-        def all16(value, kind=VECTOR):
-            return ir.Constant(kind, [value] * 16)
-
         gate, value = both(0), both(64)
-        x = builder.fneg(call("llvm.fabs.v16f32", gate))
-        x = builder.select(builder.fcmp_ordered("<", x, all16(-87.0)), all16(-87.0), x)
-        scaled = call("llvm.fma.v16f32", x, all16(float(np.float32(1.4426950408889634))), all16(0.5))
-        n = call("llvm.floor.v16f32", scaled)
-        r = call("llvm.fma.v16f32", n, all16(-0.693359375), x)
-        r = call("llvm.fma.v16f32", n, all16(float(np.float32(2.12194440e-4))), r)
-        p = all16(float(EXP[0]))
-        for coefficient in EXP[1:]:
-            p = call("llvm.fma.v16f32", p, r, all16(float(coefficient)))
-        p = builder.fadd(call("llvm.fma.v16f32", builder.fmul(p, r), r, r), all16(1.0))
-        power = builder.shl(builder.add(builder.fptosi(n, WHOLE), all16(127, WHOLE)), all16(23, WHOLE))
-        small = builder.fmul(p, builder.bitcast(power, VECTOR))
-        above = builder.select(builder.fcmp_ordered(">=", gate, all16(0.0)), all16(1.0), small)
-        sigmoid = builder.fdiv(above, builder.fadd(small, all16(1.0)))
+        small = _exp16(builder, builder.fneg(_call16(builder, "llvm.fabs.v16f32", gate)))
+        above = builder.select(builder.fcmp_ordered(">=", gate, _all16(0.0)), _all16(1.0), small)
+        sigmoid = builder.fdiv(above, builder.fadd(small, _all16(1.0)))
         builder.store(builder.fmul(builder.fmul(gate, sigmoid), value), at(arguments[0], 0), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def _soften(context, scores, count, peaks, totals, shrink):
+    """Online softmax of 32 queries over scores [count, 32], which become weights, 0 for those of -inf.
+
+    peaks[0:32] and totals[0:32] are of what came before, then with these; what came before shrinks by shrink[0:32].
+    """
+    endless = float("-inf")
+
+    def body(builder, arguments, at):
+        scores, count, peaks, totals, shrink = arguments
+
+        def over(first, turn):
+            """A loop over the rows: `turn(row's address, value so far)` gives the next value; returns the last."""
+            entry, loop, end = builder.block, builder.append_basic_block("row"), builder.append_basic_block("end")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            row, value = builder.phi(LONG), builder.phi(VECTOR)
+            after = turn(at(builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))), value)
+            more = builder.add(row, LONG(1))
+            for phi, begin, last in ((row, LONG(0), more), (value, first, after)):
+                phi.add_incoming(begin, entry)
+                phi.add_incoming(last, loop)
+            builder.cbranch(builder.icmp_signed("<", more, count), loop, end)
+            builder.position_at_end(end)
+            return after
+
+        def larger(place, value):
+            score = builder.load(place, align=4)
+            return builder.select(builder.fcmp_ordered(">", score, value), score, value)
+
+        def weigh(place, total):
+            score = builder.load(place, align=4)
+            weight = _exp16(builder, builder.fsub(score, level))
+            weight = builder.select(builder.fcmp_ordered("==", score, _all16(endless)), _all16(0.0), weight)
+            builder.store(weight, place, align=4)
+            return builder.fadd(total, weight)
+
+        before = builder.load(at(peaks), align=4)
+        peak = over(before, larger)
+        level = builder.select(builder.fcmp_ordered("==", peak, _all16(endless)), _all16(0.0), peak)
+        factor = _exp16(builder, builder.fsub(before, level))
+        total = over(builder.fmul(builder.load(at(totals), align=4), factor), weigh)
+        for value, place in ((peak, peaks), (total, totals), (factor, shrink)):
+            builder.store(value, at(place), align=4)
+
+    return _rows_of_sums(types.void(*[types.int64] * 5), body)
 
 
 # Threads that wait for each other: one parallel region holds many steps, since to start one costs 10 to 50 us.
@@ -679,22 +752,18 @@ def attend_rows(
         )  # fmt: skip
 
 
-@njit(types.void(I64, I64, I64, F32), **OPTIONS)
-def _fill(scores, low, high, value):
-    """KEYS scores, but for those in [low, high)."""
-    carray(_floats(scores), (low,))[:] = value
-    carray(_floats(scores + high * 4), (KEYS - high,))[:] = value
-
-
-@njit(F32(I64), **OPTIONS)
-def _peak(scores):
-    """The largest of KEYS scores: in 16 lanes, since one maximum over all would not become vector instructions."""
-    lanes = np.full(16, np.float32(-np.inf))
-    for begin in range(0, KEYS, 16):
-        some = carray(_floats(scores + begin * 4), (16,))
-        for i in range(16):
-            lanes[i] = max(lanes[i], some[i])
-    return lanes.max()
+@njit(types.void(*[I64] * 7), **OPTIONS)
+def _hide(scores, count, lowest, first, group, row, window):
+    """Scores [count, 32] of keys from position `first` on that are not for a query: -inf. Column i is that of query
+    row `row` + i, at position lowest + (row + i) // group."""
+    score = carray(_floats(scores), (count * COLUMNS,))
+    for i in range(COLUMNS):
+        position = lowest + (row + i) // group
+        for j in range(max(0, position + 1 - first), count):
+            score[j * COLUMNS + i] = np.float32(-np.inf)
+        if window != 0:
+            for j in range(0, min(count, position - window + 1 - first)):
+                score[j * COLUMNS + i] = np.float32(-np.inf)
 
 
 @njit(types.void(*[I64] * 12, F32, *[I64] * 3), **OPTIONS)
@@ -702,70 +771,71 @@ def _attend_block(
     queries, stride, count, start, table, keys, values, block_stride, group, size, dims, window, scale, out, out_stride,
     work,
 ):  # fmt: skip
-    """One block of queries of one key-value head."""
+    """One block of queries of one key-value head. Scores are [keys, 32 queries]: all that follows is in 32 columns."""
     rows, last, spare = count * group, start + count, (dims + COLUMNS - 1) // COLUMNS * COLUMNS
+    panels, key_stride = (rows + COLUMNS - 1) // COLUMNS, dims * 4 + LINE
     places = carray(_longs(table), ((last + size - 1) // size,))
-    query = work
-    mixed = query + rows * dims * 4
-    scores = mixed + rows * spare * 4
-    key = scores + rows * KEYS * 4  # [KEYS / 32, dims, 32]
-    value = key + KEYS * dims * 4  # [KEYS, spare]
-    peaks = carray(_floats(value + KEYS * spare * 4), (rows,))
-    totals = carray(_floats(value + (KEYS * spare + rows) * 4), (rows,))
+    query = work  # [panels, dims, 32]
+    mixed = query + panels * dims * COLUMNS * 4  # [panels * 32, spare]
+    scores = mixed + panels * COLUMNS * spare * 4  # [KEYS, 32]
+    key = scores + KEYS * COLUMNS * 4
+    value = key + KEYS * key_stride  # [KEYS, spare]
+    peaks = value + KEYS * spare * 4
+    totals = peaks + panels * COLUMNS * 4
+    shrink = totals + panels * COLUMNS * 4
+    carray(_floats(query), (panels * COLUMNS * (dims + spare),))[:] = np.float32(0.0)  # and what is mixed
+    carray(_floats(peaks), (panels * COLUMNS,))[:] = np.float32(-np.inf)
+    carray(_floats(totals), (panels * COLUMNS,))[:] = np.float32(0.0)
     for row in range(rows):
         source = carray(_floats(queries + row // group * stride + row % group * dims * 4), (dims,))
-        carray(_floats(query + row * dims * 4), (dims,))[:] = source * scale
-        carray(_floats(mixed + row * spare * 4), (spare,))[:] = np.float32(0.0)
-        peaks[row], totals[row] = np.float32(-np.inf), np.float32(0.0)
+        target = carray(_floats(query + (row // COLUMNS * dims * COLUMNS + row % COLUMNS) * 4), (dims * COLUMNS,))
+        for d in range(dims):
+            target[d * COLUMNS] = source[d] * scale
     begin = max(0, start - window + 1) // KEYS * KEYS if window != 0 else 0
     for first in range(begin, last, KEYS):
         width = min(KEYS, last - first)
         for j in range(width):
             at = places[(first + j) // size] * block_stride + (first + j) % size * dims * 4
-            source = carray(_floats(keys + at), (dims,))
-            for d in range(dims):
-                carray(_floats(key + ((j // COLUMNS * dims + d) * COLUMNS + j % COLUMNS) * 4), (1,))[0] = source[d]
+            carray(_floats(key + j * key_stride), (dims,))[:] = carray(_floats(keys + at), (dims,))
             carray(_floats(value + j * spare * 4), (dims,))[:] = carray(_floats(values + at), (dims,))
-        carray(_floats(scores), (rows * KEYS,))[:] = np.float32(0.0)
-        for panel in range((width + COLUMNS - 1) // COLUMNS):
-            at = key + panel * dims * COLUMNS * 4
-            blind = max(0, first + panel * COLUMNS - start) * group  # rows that are before all of these keys
+        if width % 2:  # products take keys by two; this one's weight will be 0
+            carray(_floats(value + width * spare * 4), (spare,))[:] = np.float32(0.0)
+        for panel in range(panels):
+            row = panel * COLUMNS
+            several = min(COLUMNS, rows - row)
+            lowest, highest = start + row // group, start + (row + several - 1) // group
+            if first > highest or (window != 0 and first + width <= lowest - window + 1):
+                continue
+            seen = min(width, highest + 1 - first)
+            even = seen + seen % 2
+            carray(_floats(scores), (even * COLUMNS,))[:] = np.float32(0.0)
             _product(
-                max(0, rows - blind), query + blind * dims * 4, dims * 4, at, COLUMNS * 4, dims,
-                scores + (blind * KEYS + panel * COLUMNS) * 4, KEYS * 4,
-            )  # fmt: skip
-        for row in range(rows):
-            position = start + row // group
-            low = max(0, position - window + 1 - first) if window != 0 else 0
-            high = max(low, min(width, position + 1 - first))
-            at = scores + row * KEYS * 4
-            _fill(at, low, high, np.float32(-np.inf))
-            peak, total = max(peaks[row], _peak(at)), np.float32(0.0)
-            if low < high:
-                score = carray(_floats(at), (KEYS,))
-                for j in range(KEYS):
-                    score[j] = _exp(score[j] - peak)
-                    total += score[j]
-                _fill(at, low, high, np.float32(0.0))
-                mix, shrink = carray(_floats(mixed + row * spare * 4), (spare,)), _exp(peaks[row] - peak)
+                seen, key, key_stride, query + panel * dims * COLUMNS * 4, COLUMNS * 4, dims, scores, COLUMNS * 4
+            )
+            if first + seen > lowest + 1 or (window != 0 and first <= highest - window):
+                _hide(scores, seen, start, first, group, row, window)
+            _soften(scores, seen, peaks + row * 4, totals + row * 4, shrink)
+            factor = carray(_floats(shrink), (COLUMNS,))
+            for i in range(several):
+                mix = carray(_floats(mixed + (row + i) * spare * 4), (spare,))
                 for d in range(spare):
-                    mix[d] *= shrink
-                peaks[row], totals[row] = peak, totals[row] * shrink + total
-            else:
-                _fill(at, 0, 0, np.float32(0.0))
-        for panel in range(spare // COLUMNS):
-            at = panel * COLUMNS * 4
-            _product(rows, scores, KEYS * 4, value + at, spare * 4, width + width % 2, mixed + at, spare * 4)
+                    mix[d] *= factor[i]
+            for at in range(0, spare * 4, COLUMNS * 4):
+                _product_across(
+                    several, scores, COLUMNS * 4, value + at, spare * 4, even, mixed + row * spare * 4 + at, spare * 4
+                )
+    total = carray(_floats(totals), (rows,))
     for row in range(rows):
         target = carray(_floats(out + row // group * out_stride + row % group * dims * 4), (dims,))
-        target[:] = carray(_floats(mixed + row * spare * 4), (dims,)) * (np.float32(1.0) / totals[row])
+        target[:] = carray(_floats(mixed + row * spare * 4), (dims,)) * (np.float32(1.0) / total[row])
 
 
 @njit(I64(I64, I64), **OPTIONS)
 def block_floats(group, dims):
-    """What a block of queries works with, in floats: queries, outputs, scores, maxima, sums, keys and values."""
+    """What a block of queries works with, in floats: queries, outputs, scores, keys, values, maxima, sums, factors."""
     spare = (dims + COLUMNS - 1) // COLUMNS * COLUMNS
-    return max(QUERIES, BLOCK_ROWS // group) * group * (dims + spare + KEYS + 2) + KEYS * (dims + spare)
+    rows = (max(QUERIES, BLOCK_ROWS // group) * group + COLUMNS - 1) // COLUMNS * COLUMNS
+    return rows * (dims + spare + 2) + KEYS * (COLUMNS + dims + LINE // 4 + spare) + COLUMNS
 
 
 @njit(types.void(*[I64] * 14, F32, *[I64] * 3), **OPTIONS)
