@@ -12,7 +12,9 @@ from torch import Tensor
 
 def zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor of zeros; pages take memory when they are first touched."""
-    memory = mmap.mmap(-1, max(1, torch.Size(shape).numel() * dtype.itemsize))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)[: torch.Size(shape).numel()].view(shape)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not nbytes:
+        return torch.zeros(shape, dtype=dtype)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
