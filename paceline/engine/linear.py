@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.engine import pages
+from paceline.engine.compiling import one_process_at_a_time
 
 try:
-    from paceline.engine import kernels
+    with one_process_at_a_time():
+        from paceline.engine import kernels
 except (ImportError, ValueError):  # no Numba or no OpenMP layer for it
     kernels = None
 

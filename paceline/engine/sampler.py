@@ -24,11 +24,13 @@ import torch
 from paceline.core.request import SamplingParams
 from paceline.core.work import TokenLogprobs
 from paceline.engine import stock_sampler
+from paceline.engine.compiling import one_process_at_a_time
 from paceline.engine.keyed_random import stream_key
 from paceline.engine.penalties import Penalties, undo
 
 try:
-    from paceline.engine import sample_kernels
+    with one_process_at_a_time():
+        from paceline.engine import sample_kernels
 except ImportError:  # Numba does not support every platform
     sample_kernels = None
 
