@@ -12,7 +12,7 @@ serve: install
 test: $(VENV)/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
