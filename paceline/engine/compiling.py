@@ -18,11 +18,18 @@ except ImportError:  # not a POSIX system
 
 @contextmanager
 def one_process_at_a_time() -> Iterator[None]:
-    """Waits for other processes of this user. To be held while modules with compiled functions are imported."""
-    if fcntl is None:
+    """Waits for other processes of this user. To be held while modules with compiled functions are imported.
+
+    Where no file can be locked there is no waiting either: all works, but the first start should be one process's.
+    """
+    try:
+        path = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}.lock"
+        lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except (AttributeError, OSError):  # not a POSIX system; nowhere to write
         yield
         return
-    path = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}.lock"
-    with open(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         yield
+    finally:
+        os.close(lock)

@@ -6,7 +6,7 @@ pass the same weights again, from the cache, the next ones are fetched from memo
 the inner dimension in one order whatever the number of rows, so a sequence's bits do not depend on its batch.
 
 Tiles are written in assembly, since no loop that a compiler sees keeps its sums in registers this way with so few other
-instructions; Numba compiles it all once per machine (some 20 s, cached). Addresses are passed instead of arrays: taking
+instructions; Numba compiles them once per machine (30 s, cached). Addresses are passed instead of arrays: taking
 an array apart costs a microsecond a call. One file on purpose: Numba's cache notices changes only in a kernel's own
 file.
 """
@@ -161,7 +161,7 @@ def _tile_of(integer: bool = False, across: bool = False):
         def generate(context, builder, signature, arguments):
             done = builder.append_basic_block("done")
             choice = builder.switch(arguments[0], done)
-            for count in HEIGHTS:
+            for count in HEIGHTS if HAS_AVX512 else ():  # elsewhere nobody calls it, and the assembler refuses it
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(long(count), block)
                 builder.position_at_end(block)

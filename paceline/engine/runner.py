@@ -265,7 +265,7 @@ def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     if "tiled" in best_kind("cpu"):
-        row = 2 * config.hidden + 2 * queries + 2 * keys + config.intermediate
+        row = 2 * config.hidden + 2 * queries + 2 * keys + config.intermediate + 2 * kernels.LINE // 4
         widest = max(config.hidden, config.intermediate, queries)
         space = kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
     else:
