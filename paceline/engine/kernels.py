@@ -20,6 +20,7 @@ import numpy as np
 import torch  # noqa: F401 - before Numba's threads start, so that both use torch's OpenMP library
 from llvmlite import binding, ir
 from numba import carray, njit, prange, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 if platform.machine() not in ("x86_64", "AMD64"):
@@ -42,7 +43,7 @@ LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
-BLOCK = 512  # rows that pass a panel of weights together
+BLOCK = 192  # rows that pass a panel of weights together: with two panels they fit into the second cache
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
 
@@ -85,6 +86,19 @@ def _float_of_bits(context, bits):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
 
     return types.float32(types.int32), generate
+
+
+@intrinsic
+def _copy(context, target, source, nbytes):
+    """As C's memcpy: assigning one slice to another loops over single numbers, in case they overlap."""
+
+    def generate(context, builder, signature, arguments):
+        byte = ir.IntType(8).as_pointer()
+        target, source = (builder.inttoptr(address, byte) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @njit(inline="always", **OPTIONS)
@@ -203,6 +217,13 @@ def _height(left):
     return ROWS if left >= ROWS else min(left, FEWER)
 
 
+@njit(I64(I64), inline="always", **OPTIONS)
+def _block(rows):
+    """Of rows that go through linear layers together: equal parts, since few rows cost what many do."""
+    parts = (rows + BLOCK - 1) // BLOCK
+    return ((rows + parts - 1) // parts + ROWS - 1) // ROWS * ROWS
+
+
 @njit(types.void(*[I64] * 8), **OPTIONS)
 def _product(rows, a, a_stride, w, w_stride, steps, c, c_stride):
     """c[rows, 32] += a[rows, steps] w[steps, 32] of floats that are in a cache: nothing has to be fetched ahead."""
@@ -233,66 +254,13 @@ def _fetching(rows, w, nbytes, following):
     passes = rows // ROWS + left // FEWER + (left % FEWER > 0)
     if passes == 1:
         return w + AHEAD, 2 * LINE, 0
-    return following, LINE if passes <= 3 else LINE // 2, nbytes // passes // LINE * LINE
+    part = nbytes // passes // LINE * LINE
+    return following, part // (nbytes // (2 * LINE)) + 1, part
 
 
 # Rows of 32 sums, as vector instructions by hand: loops over memory that may overlap stay scalar, ten times slower.
 
 VECTOR, WHOLE, LONG = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16), ir.IntType(64)
-
-
-def _rows_of_sums(signature, body):
-    """An intrinsic that says `body(builder, arguments, at)` for both halves of a row, with `at(address)` a pointer."""
-
-    def generate(context, builder, signature, arguments):
-        for offset in (0, 64):
-
-            def at(address, kind=VECTOR, offset=offset):
-                return builder.inttoptr(builder.add(address, LONG(offset)), kind.as_pointer())
-
-            body(builder, arguments, at)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def _put_row(context, sums, bias, target):
-    """target[0:32] = sums + bias."""
-
-    def body(builder, arguments, at):
-        value, bias = (builder.load(at(address), align=4) for address in arguments[:2])
-        builder.store(builder.fadd(value, bias), at(arguments[2]), align=4)
-
-    return _rows_of_sums(types.void(*[types.int64] * 3), body)
-
-
-@intrinsic
-def _add_row(context, sums, bias, target):
-    """target[0:32] += sums + bias."""
-
-    def body(builder, arguments, at):
-        value, bias, before = (builder.load(at(address), align=4) for address in arguments)
-        builder.store(builder.fadd(builder.fadd(value, bias), before), at(arguments[2]), align=4)
-
-    return _rows_of_sums(types.void(*[types.int64] * 3), body)
-
-
-@intrinsic
-def _scale_row(context, counts, excess, scales, scale):
-    """counts[0:32] = (counts - excess) * (scales * scale), int32 to float32 in place."""
-
-    def body(builder, arguments, at):
-        counts, excess, scales, scale = arguments
-        whole = builder.sub(*(builder.load(at(address, WHOLE), align=4) for address in (counts, excess)))
-        lanes = ir.Constant(VECTOR, ir.Undefined)
-        one = builder.insert_element(lanes, scale, ir.IntType(32)(0))
-        every = builder.shuffle_vector(one, lanes, ir.Constant(WHOLE, [0] * 16))
-        factor = builder.fmul(builder.load(at(scales), align=4), every)
-        builder.store(builder.fmul(builder.sitofp(whole, VECTOR), factor), at(counts), align=4)
-
-    i64 = types.int64
-    return _rows_of_sums(types.void(i64, i64, i64, types.float32), body)
 
 
 def _all16(value, kind=VECTOR):
@@ -306,88 +274,141 @@ def _call16(builder, name, *operands):
 
 
 def _exp16(builder, x):
-    """`_exp` of 16 numbers <= 0."""
-    fma = "llvm.fma.v16f32"
-    x = builder.select(builder.fcmp_ordered("<", x, _all16(-87.0)), _all16(-87.0), x)
-    scaled = _call16(builder, fma, x, _all16(float(np.float32(1.4426950408889634))), _all16(0.5))
-    n = _call16(builder, "llvm.floor.v16f32", scaled)
+    """`_exp` of 16 numbers <= 0; n comes rounded from the last bits of x / ln 2 + 1.5 x 2^23."""
+    fma, bits = "llvm.fma.v16f32", WHOLE
+    x = builder.select(builder.fcmp_ordered(">", _all16(-87.0), x), _all16(-87.0), x)
+    shifted = _call16(builder, fma, x, _all16(float(np.float32(1.4426950408889634))), _all16(12582912.0))
+    power = builder.sub(builder.bitcast(shifted, bits), _all16(0x4B400000, bits))
+    n = builder.sitofp(power, VECTOR)
     r = _call16(builder, fma, n, _all16(-0.693359375), x)
     r = _call16(builder, fma, n, _all16(float(np.float32(2.12194440e-4))), r)
     p = _all16(float(EXP[0]))
     for coefficient in EXP[1:]:
         p = _call16(builder, fma, p, r, _all16(float(coefficient)))
     p = builder.fadd(_call16(builder, fma, builder.fmul(p, r), r, r), _all16(1.0))
-    power = builder.shl(builder.add(builder.fptosi(n, WHOLE), _all16(127, WHOLE)), _all16(23, WHOLE))
+    power = builder.shl(builder.add(power, _all16(127, bits)), _all16(23, bits))
     return builder.fmul(p, builder.bitcast(power, VECTOR))
 
 
+def _last_of_row(kind: int, integer: bool):
+    """finish(sums, bias, excess, scales, scale, target): 32 sums become outputs at `target`, by `kind` as in `_finish`.
+
+    Sums of `integer` are int32 and stand for (sums - excess) * scales * scale, all but `scale` a number a column.
+    """
+
+    @intrinsic
+    def finish(context, sums, bias, excess, scales, scale, target):
+        def generate(context, builder, signature, arguments):
+            sums, bias, excess, scales, scale, target = arguments
+
+            def at(address, half, kind=VECTOR):
+                return builder.inttoptr(builder.add(address, LONG(64 * half)), kind.as_pointer())
+
+            def load(address, half, kind=VECTOR):
+                return builder.load(at(address, half, kind), align=4)
+
+            def value(half):
+                if not integer:
+                    return builder.fadd(load(sums, half), load(bias, half))
+                one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scale, ir.IntType(32)(0))
+                every = builder.shuffle_vector(one, one, _all16(0, WHOLE))
+                counts = builder.sub(load(sums, half, WHOLE), load(excess, half, WHOLE))
+                product = builder.fmul(builder.sitofp(counts, VECTOR), builder.fmul(load(scales, half), every))
+                return builder.fadd(product, load(bias, half))
+
+            outputs = [value(0), value(1)]
+            if kind == GATE:
+                gate = outputs[0]
+                small = _exp16(builder, builder.fneg(_call16(builder, "llvm.fabs.v16f32", gate)))
+                above = builder.select(builder.fcmp_ordered(">=", gate, _all16(0.0)), _all16(1.0), small)
+                sigmoid = builder.fdiv(above, builder.fadd(small, _all16(1.0)))
+                outputs = [builder.fmul(builder.fmul(gate, sigmoid), outputs[1])]
+            for half, output in enumerate(outputs):
+                if kind == ADD:
+                    output = builder.fadd(output, load(target, half))
+                builder.store(output, at(target, half), align=4)
+            return context.get_dummy_value()
+
+        i64 = types.int64
+        return types.void(i64, i64, i64, i64, types.float32, i64), generate
+
+    return finish
+
+
+_store_floats, _add_floats, _gate_floats = (_last_of_row(kind, False) for kind in (STORE, ADD, GATE))
+_store_bytes, _add_bytes, _gate_bytes = (_last_of_row(kind, True) for kind in (STORE, ADD, GATE))
+
+
 @intrinsic
-def _gate(context, sums, bias):
-    """sums[0:16] = silu(g) * v with g = sums[0:16] + bias[0:16], v = sums[16:32] + bias[16:32]."""
+def _fetch_to_write(context, address):
+    """Has a line of the caches ready that will be written soon: 24 lines that have to come first cost 200 ns."""
 
     def generate(context, builder, signature, arguments):
-        def at(address, offset):
-            return builder.inttoptr(builder.add(address, LONG(offset)), VECTOR.as_pointer())
-
-        def both(offset):
-            return builder.fadd(*(builder.load(at(address, offset), align=4) for address in arguments))
-
-        gate, value = both(0), both(64)
-        small = _exp16(builder, builder.fneg(_call16(builder, "llvm.fabs.v16f32", gate)))
-        above = builder.select(builder.fcmp_ordered(">=", gate, _all16(0.0)), _all16(1.0), small)
-        sigmoid = builder.fdiv(above, builder.fadd(small, _all16(1.0)))
-        builder.store(builder.fmul(builder.fmul(gate, sigmoid), value), at(arguments[0], 0), align=4)
+        byte, whole = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        builder.call(function, [builder.inttoptr(arguments[0], byte), whole(1), whole(3), whole(1)])
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64), generate
+    return types.void(types.int64), generate
 
 
 @intrinsic
 def _soften(context, scores, count, peaks, totals, shrink):
-    """Online softmax of 32 queries over scores [count, 32], which become weights, 0 for those of -inf.
+    """Online softmax of 32 queries over scores [count, 32], which become weights.
 
     peaks[0:32] and totals[0:32] are of what came before, then with these; what came before shrinks by shrink[0:32].
     """
-    endless = float("-inf")
 
-    def body(builder, arguments, at):
+    def generate(context, builder, signature, arguments):
         scores, count, peaks, totals, shrink = arguments
+        halves = 0, 1
 
-        def over(first, turn):
-            """A loop over the rows: `turn(row's address, value so far)` gives the next value; returns the last."""
+        def at(address, half):
+            return builder.inttoptr(builder.add(address, LONG(64 * half)), VECTOR.as_pointer())
+
+        def load(address):
+            return [builder.load(at(address, half), align=4) for half in halves]
+
+        def over(firsts, turn):
+            """A loop over the rows: `turn(place, half, value so far)` gives the next value; returns the last ones."""
             entry, loop, end = builder.block, builder.append_basic_block("row"), builder.append_basic_block("end")
             builder.branch(loop)
             builder.position_at_end(loop)
-            row, value = builder.phi(LONG), builder.phi(VECTOR)
-            after = turn(at(builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))), value)
+            row, values = builder.phi(LONG), [builder.phi(VECTOR) for _ in halves]
+            line = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
+            afters = [turn(at(line, half), half, values[half]) for half in halves]
             more = builder.add(row, LONG(1))
-            for phi, begin, last in ((row, LONG(0), more), (value, first, after)):
+            for phi, begin, last in zip([row, *values], [LONG(0), *firsts], [more, *afters], strict=True):
                 phi.add_incoming(begin, entry)
                 phi.add_incoming(last, loop)
             builder.cbranch(builder.icmp_signed("<", more, count), loop, end)
             builder.position_at_end(end)
-            return after
+            return afters
 
-        def larger(place, value):
+        def larger(place, half, value):
             score = builder.load(place, align=4)
             return builder.select(builder.fcmp_ordered(">", score, value), score, value)
 
-        def weigh(place, total):
+        def weigh(place, half, total):
             score = builder.load(place, align=4)
-            weight = _exp16(builder, builder.fsub(score, level))
-            weight = builder.select(builder.fcmp_ordered("==", score, _all16(endless)), _all16(0.0), weight)
+            weight = _exp16(builder, builder.fsub(score, levels[half]))  # e^-87 of -inf: lost in a sum above 1
             builder.store(weight, place, align=4)
             return builder.fadd(total, weight)
 
-        before = builder.load(at(peaks), align=4)
-        peak = over(before, larger)
-        level = builder.select(builder.fcmp_ordered("==", peak, _all16(endless)), _all16(0.0), peak)
-        factor = _exp16(builder, builder.fsub(before, level))
-        total = over(builder.fmul(builder.load(at(totals), align=4), factor), weigh)
-        for value, place in ((peak, peaks), (total, totals), (factor, shrink)):
-            builder.store(value, at(place), align=4)
+        before = load(peaks)
+        tops = over(before, larger)
+        endless = [builder.fcmp_ordered("==", top, _all16(float("-inf"))) for top in tops]
+        levels = [builder.select(none, _all16(0.0), top) for none, top in zip(endless, tops, strict=True)]
+        factors = [_exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
+        kept = [builder.fmul(old, factor) for old, factor in zip(load(totals), factors, strict=True)]
+        for values, place in ((tops, peaks), (over(kept, weigh), totals), (factors, shrink)):
+            for half in halves:
+                builder.store(values[half], at(place, half), align=4)
+        return context.get_dummy_value()
 
-    return _rows_of_sums(types.void(*[types.int64] * 5), body)
+    return types.void(*[types.int64] * 5), generate
 
 
 # Threads that wait for each other: one parallel region holds many steps, since to start one costs 10 to 50 us.
@@ -471,26 +492,36 @@ def _quantize_rows(x, stride, width, out, out_stride, scales, begin, end):
             target[i] = np.uint8(np.int32(np.rint(source[i] * inverse)) + np.int32(128))
 
 
-@njit(types.void(*[I64] * 8), **OPTIONS)
-def _finish(sums, rows, first, width, kind, c, c_stride, bias):
-    """Products sums [rows, 32] of a panel to columns [first, first + width) of c.
+@njit(types.void(*[I64] * 11), **OPTIONS)
+def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scales, row_scales):
+    """Products sums [rows, 32] of a panel to target [rows, width], with bias and scales.
 
-    STORE: as they are; ADD: added to c; GATE: the panel holds 16 gates and their 16 values, to silu(gate) * value.
+    STORE: as they are; ADD: added to it; GATE: the panel holds 16 gates and their 16 values, to silu(gate) * value.
     """
-    b = carray(_floats(bias), (COLUMNS,))
+    scale_of = carray(_floats(row_scales), (rows,))
+    whole = width == (16 if kind == GATE else COLUMNS)
     for row in range(rows):
-        source, place = sums + row * COLUMNS * 4, c + row * c_stride + first * 4
-        value, target = carray(_floats(source), (COLUMNS,)), carray(_floats(place), (width,))
+        here = sums + row * COLUMNS * 4
+        there = target + row * stride if whole else here
+        scale = scale_of[row] if integer else np.float32(0.0)
         if kind == GATE:
-            _gate(source, bias)
-            target[:] = value[:width]
-        elif width < COLUMNS:
-            for i in range(width):
-                target[i] = value[i] + b[i] + (target[i] if kind == ADD else np.float32(0.0))
-        elif kind == ADD:
-            _add_row(source, bias, place)
+            if integer:
+                _gate_bytes(here, bias, excess, scales, scale, there)
+            else:
+                _gate_floats(here, bias, excess, scales, scale, there)
+        elif kind == ADD and whole:
+            if integer:
+                _add_bytes(here, bias, excess, scales, scale, there)
+            else:
+                _add_floats(here, bias, excess, scales, scale, there)
+        elif integer:
+            _store_bytes(here, bias, excess, scales, scale, there)
         else:
-            _put_row(source, bias, place)
+            _store_floats(here, bias, excess, scales, scale, there)
+        if not whole:
+            value, output = carray(_floats(here), (width,)), carray(_floats(target + row * stride), (width,))
+            for i in range(width):
+                output[i] = value[i] + (output[i] if kind == ADD else np.float32(0.0))
 
 
 @njit(types.void(*[I64] * 15), **OPTIONS)
@@ -500,35 +531,39 @@ def _panels(
     """A thread's share of the panels of a product: a [rows, inner], prepared, times w to c [rows, outer]."""
     columns = 16 if kind == GATE else COLUMNS
     panels = (outer + columns - 1) // columns
-    depth = min(inner, DEPTH) if w_scale == 0 else inner  # bytes stay exact however they are summed
-    size = 4 if w_scale == 0 else 1
-    row_scale = carray(_floats(scales), (rows,))
-    for top in range(0, rows, BLOCK):
-        bottom = min(rows, top + BLOCK)
-        for p in range(panels * t // threads, panels * (t + 1) // threads):
-            width = min(columns, outer - p * columns)
-            scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
-            for first in range(0, inner, depth):
-                deep = min(depth, inner - first)
-                at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
-                ahead, gap, part = _fetching(bottom - top, at, nbytes, at + nbytes)
-                row = top
-                while row < bottom:
-                    height = _height(bottom - row)
-                    here, place = a + row * a_stride + first * size, sums + (row - top) * COLUMNS * 4
-                    if first == 0:
-                        carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
-                    if w_scale == 0:
-                        _float_rows(height, here, a_stride, at, COLUMNS * 4, deep, place, COLUMNS * 4, ahead, gap)
-                    else:
-                        _byte_rows(height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap)
-                        for i in range(height):
-                            _scale_row(place + i * COLUMNS * 4, excess, scale, row_scale[row + i])
-                    if first + deep == inner:
-                        at_c, at_bias = c + row * c_stride, bias + p * COLUMNS * 4
-                        _finish(place, height, p * columns, width, kind, at_c, c_stride, at_bias)
-                    row += height
-                    ahead += part
+    integer = w_scale != 0
+    size = 1 if integer else 4
+    parts = (inner * size + DEPTH * 4 - 1) // (DEPTH * 4)
+    depth = ((inner + parts - 1) // parts + 7) // 8 * 8
+    for p in range(panels * t // threads, panels * (t + 1) // threads):
+        width = min(columns, outer - p * columns)
+        scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
+        for first in range(0, inner, depth):
+            deep = min(depth, inner - first)
+            at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
+            ahead, gap, part = _fetching(rows, at, nbytes, at + nbytes)
+            row = 0
+            while row < rows:
+                height = _height(rows - row)
+                here, place = a + row * a_stride + first * size, sums + row * COLUMNS * 4
+                target = c + row * c_stride + p * columns * 4
+                if first == 0:
+                    carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
+                if first + deep == inner:
+                    for i in range(height):
+                        _fetch_to_write(target + i * c_stride)
+                        _fetch_to_write(target + i * c_stride + (width - 1) * 4)
+                if integer:
+                    _byte_rows(height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap)
+                else:
+                    _float_rows(height, here, a_stride, at, COLUMNS * 4, deep, place, COLUMNS * 4, ahead, gap)
+                if first + deep == inner:
+                    _finish(
+                        place, height, width, kind, target, c_stride, bias + p * COLUMNS * 4, integer, excess, scale,
+                        scales + row * 4,
+                    )  # fmt: skip
+                row += height
+                ahead += part
 
 
 @njit(I64(*[I64] * 7, F32, *[I64] * 11), **OPTIONS)
@@ -536,7 +571,7 @@ def _linear(
     t, threads, gate, turn, x, x_stride, norm, eps, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, shared,
     own,
 ):  # fmt: skip
-    """A thread's share of `linear`; returns the turn. Of few rows every thread prepares all, for itself."""
+    """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself."""
     a, stride, scales = x, x_stride, x
     if norm != 0 or w_scale != 0:
         few = rows < ALONE
@@ -553,7 +588,7 @@ def _linear(
         if not few:
             turn = _wait(gate, turn, threads)
     _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
-    return turn
+    return _wait(gate, turn, threads)
 
 
 @njit(types.void(*[I64] * 3, F32, *[I64] * 12), parallel=True, **OPTIONS)
@@ -570,13 +605,36 @@ def linear(
     for t in prange(threads):
         own = space + 64 + t * own_space
         shared = space + 64 + threads * own_space
-        _linear(
-            t, threads, space, 0, x, x_stride, norm, eps, rows, inner, w, w_scale, bias, outer, kind, c, c_stride,
-            shared, own,
-        )  # fmt: skip
+        turn, block = 0, _block(rows)
+        for first in range(0, rows, block):
+            turn = _linear(
+                t, threads, space, turn, x + first * x_stride, x_stride, norm, eps, min(block, rows - first), inner, w,
+                w_scale, bias, outer, kind, c + first * c_stride, c_stride, shared, own,
+            )  # fmt: skip
 
 
 # Attention. Keys and values of a layer: [num_blocks, kv_heads, size, dims], the rows of a head in a block together.
+
+
+@intrinsic
+def _turn16(context, pairs, turn):
+    """pairs[0:16] times turn[0:16], both 8 complex numbers, in place."""
+
+    def generate(context, builder, signature, arguments):
+        places = [builder.inttoptr(address, VECTOR.as_pointer()) for address in arguments]
+        pairs, turn = (builder.load(place, align=4) for place in places)
+
+        def pick(value, other, indices):
+            return builder.shuffle_vector(value, other, ir.Constant(WHOLE, [int(index) for index in indices]))
+
+        lanes = np.arange(16)
+        real, imaginary = pick(turn, turn, lanes // 2 * 2), pick(turn, turn, lanes // 2 * 2 + 1)
+        along, cross = builder.fmul(pairs, real), builder.fmul(pick(pairs, pairs, lanes ^ 1), imaginary)
+        both = pick(builder.fsub(along, cross), builder.fadd(along, cross), lanes + lanes % 2 * 16)
+        builder.store(both, places[0], align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @njit(types.void(*[I64] * 6, F32, *[I64] * 6), **OPTIONS)
@@ -585,7 +643,8 @@ def _rotate_rows(
 ):
     width = (q_heads + 2 * kv_heads) * dims * 4
     for row in range(begin, end):
-        turn = carray(_floats(turns + row * dims * 4), (dims,))
+        at_turn = turns + row * dims * 4
+        turn = carray(_floats(at_turn), (dims,))
         place = carray(_longs(where + row * kv_heads * 8), (kv_heads,))
         for head in range(q_heads + kv_heads):
             address = heads + row * width + head * dims * 4
@@ -593,16 +652,17 @@ def _rotate_rows(
             norm = q_norm if head < q_heads else k_norm
             if norm != 0:
                 _norm_rows(address, 0, dims, norm, eps, address, 0, 0, 1)
-            for i in range(0, dims, 2):
+            for i in range(0, dims - 15, 16):
+                _turn16(address + i * 4, at_turn + i * 4)
+            for i in range(dims // 16 * 16, dims, 2):
                 real, imaginary = pairs[i], pairs[i + 1]
                 pairs[i] = real * turn[i] - imaginary * turn[i + 1]
                 pairs[i + 1] = real * turn[i + 1] + imaginary * turn[i]
             if head >= q_heads:
-                target = carray(_floats(keys + place[head - q_heads] * dims * 4), (dims,))
-                target[:] = pairs
+                _copy(keys + place[head - q_heads] * dims * 4, address, dims * 4)
         for head in range(kv_heads):
-            target = carray(_floats(values + place[head] * dims * 4), (dims,))
-            target[:] = carray(_floats(heads + row * width + (q_heads + kv_heads + head) * dims * 4), (dims,))
+            address = heads + row * width + (q_heads + kv_heads + head) * dims * 4
+            _copy(values + place[head] * dims * 4, address, dims * 4)
 
 
 @njit(parallel=True, **OPTIONS)  # compiled when first called: `decoder_layers` does without
@@ -766,6 +826,33 @@ def _hide(scores, count, lowest, first, group, row, window):
                 score[j * COLUMNS + i] = np.float32(-np.inf)
 
 
+@intrinsic
+def _transpose16(context, sources, offset, scale, target):
+    """16 numbers at each of the 16 addresses `sources` + offset, times scale, become columns of target [16, 32]."""
+
+    def generate(context, builder, signature, arguments):
+        sources, offset, scale, target = arguments
+        one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scale, ir.IntType(32)(0))
+        every = builder.shuffle_vector(one, one, _all16(0, WHOLE))
+        rows = []
+        for i in range(16):
+            source = builder.load(builder.inttoptr(builder.add(sources, LONG(8 * i)), LONG.as_pointer()))
+            place = builder.inttoptr(builder.add(source, offset), VECTOR.as_pointer())
+            rows.append(builder.fmul(builder.load(place, align=4), every))
+        for bit in (1, 2, 4, 8):  # exchanges this bit of a number's row and column
+            for i in (i for i in range(16) if not i & bit):
+                upper, lower = rows[i], rows[i | bit]
+                for row, own in ((i, 0), (i | bit, bit)):
+                    lanes = [(lane & ~bit | own) + (16 if lane & bit else 0) for lane in range(16)]
+                    rows[row] = builder.shuffle_vector(upper, lower, ir.Constant(WHOLE, lanes))
+        for i, row in enumerate(rows):
+            place = builder.add(target, LONG(4 * COLUMNS * i))
+            builder.store(row, builder.inttoptr(place, VECTOR.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.float32, types.int64), generate
+
+
 @njit(types.void(*[I64] * 12, F32, *[I64] * 3), **OPTIONS)
 def _attend_block(
     queries, stride, count, start, table, keys, values, block_stride, group, size, dims, window, scale, out, out_stride,
@@ -783,21 +870,28 @@ def _attend_block(
     peaks = value + KEYS * spare * 4
     totals = peaks + panels * COLUMNS * 4
     shrink = totals + panels * COLUMNS * 4
-    carray(_floats(query), (panels * COLUMNS * (dims + spare),))[:] = np.float32(0.0)  # and what is mixed
+    carray(_floats(mixed), (panels * COLUMNS * spare,))[:] = np.float32(0.0)
     carray(_floats(peaks), (panels * COLUMNS,))[:] = np.float32(-np.inf)
     carray(_floats(totals), (panels * COLUMNS,))[:] = np.float32(0.0)
-    for row in range(rows):
-        source = carray(_floats(queries + row // group * stride + row % group * dims * 4), (dims,))
-        target = carray(_floats(query + (row // COLUMNS * dims * COLUMNS + row % COLUMNS) * 4), (dims * COLUMNS,))
-        for d in range(dims):
-            target[d * COLUMNS] = source[d] * scale
+    source = carray(_longs(scores), (16,))  # not yet in use
+    for column in range(0, panels * COLUMNS, 16):
+        for i in range(16):  # in the columns that are left over something is computed, for nobody
+            row = min(column + i, rows - 1)
+            source[i] = queries + row // group * stride + row % group * dims * 4
+        target = query + (column // COLUMNS * dims * COLUMNS + column % COLUMNS) * 4
+        for d in range(0, dims - 15, 16):
+            _transpose16(scores, d * 4, scale, target + d * COLUMNS * 4)
+        for d in range(dims // 16 * 16, dims):
+            line = carray(_floats(target + d * COLUMNS * 4), (16,))
+            for i in range(16):
+                line[i] = carray(_floats(source[i]), (dims,))[d] * scale
     begin = max(0, start - window + 1) // KEYS * KEYS if window != 0 else 0
     for first in range(begin, last, KEYS):
         width = min(KEYS, last - first)
         for j in range(width):
             at = places[(first + j) // size] * block_stride + (first + j) % size * dims * 4
-            carray(_floats(key + j * key_stride), (dims,))[:] = carray(_floats(keys + at), (dims,))
-            carray(_floats(value + j * spare * 4), (dims,))[:] = carray(_floats(values + at), (dims,))
+            _copy(key + j * key_stride, keys + at, dims * 4)
+            _copy(value + j * spare * 4, values + at, dims * 4)
         if width % 2:  # products take keys by two; this one's weight will be 0
             carray(_floats(value + width * spare * 4), (spare,))[:] = np.float32(0.0)
         for panel in range(panels):
@@ -826,8 +920,10 @@ def _attend_block(
                 )
     total = carray(_floats(totals), (rows,))
     for row in range(rows):
+        mix, share = carray(_floats(mixed + row * spare * 4), (dims,)), np.float32(1.0) / total[row]
         target = carray(_floats(out + row // group * out_stride + row % group * dims * 4), (dims,))
-        target[:] = carray(_floats(mixed + row * spare * 4), (dims,)) * (np.float32(1.0) / total[row])
+        for d in range(dims):
+            target[d] = mix[d] * share
 
 
 @njit(I64(I64, I64), **OPTIONS)
@@ -898,16 +994,17 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
     mine = np.empty(group * (dims + plans[:, ROW_LONGEST].max()), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
-    turn = 0
+    turn, block = 0, _block(rows)
     for index in range(layers.shape[0]):
         layer = layers[index]
         plan = plans[layer[LAYER_WINDOW]]
         keys, values = layer[LAYER_KEYS], layer[LAYER_VALUES]
-        turn = _linear(
-            t, threads, gate, turn, x, hidden * 4, layer[INPUT_NORM], eps, rows, hidden, layer[QKV], layer[QKV + 1],
-            layer[QKV + 2], width, STORE, heads, width * 4, shared, own,
-        )  # fmt: skip
-        turn = _wait(gate, turn, threads)
+        for first in range(0, rows, block):
+            turn = _linear(
+                t, threads, gate, turn, x + first * hidden * 4, hidden * 4, layer[INPUT_NORM], eps,
+                min(block, rows - first), hidden, layer[QKV], layer[QKV + 1], layer[QKV + 2], width, STORE,
+                heads + first * width * 4, width * 4, shared, own,
+            )  # fmt: skip
         _rotate_rows(
             heads, q_heads, kv_heads, dims, layer[Q_NORM], layer[K_NORM], eps, buffers[TURNS], buffers[WHERE], keys,
             values, begin, end,
@@ -928,21 +1025,20 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
                 mixed + first * mixed_stride, mixed_stride, work.ctypes.data,
             )  # fmt: skip
         turn = _wait(gate, turn, threads)
-        turn = _linear(
-            t, threads, gate, turn, mixed, mixed_stride, 0, eps, rows, q_heads * dims, layer[OUT], layer[OUT + 1],
-            layer[OUT + 2], hidden, ADD, x, hidden * 4, shared, own,
-        )  # fmt: skip
-        turn = _wait(gate, turn, threads)
-        turn = _linear(
-            t, threads, gate, turn, x, hidden * 4, layer[POST_NORM], eps, rows, hidden, layer[GATE_UP],
-            layer[GATE_UP + 1], layer[GATE_UP + 2], inner, GATE, inside, inside_stride, shared, own,
-        )  # fmt: skip
-        turn = _wait(gate, turn, threads)
-        turn = _linear(
-            t, threads, gate, turn, inside, inside_stride, 0, eps, rows, inner, layer[DOWN], layer[DOWN + 1],
-            layer[DOWN + 2], hidden, ADD, x, hidden * 4, shared, own,
-        )  # fmt: skip
-        turn = _wait(gate, turn, threads)
+        for first in range(0, rows, block):
+            count, some = min(block, rows - first), x + first * hidden * 4
+            turn = _linear(
+                t, threads, gate, turn, mixed + first * mixed_stride, mixed_stride, 0, eps, count, q_heads * dims,
+                layer[OUT], layer[OUT + 1], layer[OUT + 2], hidden, ADD, some, hidden * 4, shared, own,
+            )  # fmt: skip
+            turn = _linear(
+                t, threads, gate, turn, some, hidden * 4, layer[POST_NORM], eps, count, hidden, layer[GATE_UP],
+                layer[GATE_UP + 1], layer[GATE_UP + 2], inner, GATE, inside, inside_stride, shared, own,
+            )  # fmt: skip
+            turn = _linear(
+                t, threads, gate, turn, inside, inside_stride, 0, eps, count, inner, layer[DOWN], layer[DOWN + 1],
+                layer[DOWN + 2], hidden, ADD, some, hidden * 4, shared, own,
+            )  # fmt: skip
         if t == 0:
             carray(_longs(buffers[PROGRESS]), (1,))[0] += 1
 
@@ -979,7 +1075,7 @@ def spaces(rows: int, widest: int, threads: int) -> tuple[int, int]:
     """Bytes of work space that `linear` needs in all, and of it each thread's own."""
     row = 5 * widest + 2 * LINE + 4
     own = BLOCK * COLUMNS * 4 + -(-ALONE * row // LINE) * LINE
-    return LINE + threads * own + rows * row, own
+    return LINE + threads * own + min(rows, BLOCK) * row, own
 
 
 @functools.cache

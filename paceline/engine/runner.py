@@ -265,9 +265,10 @@ def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     if "tiled" in best_kind("cpu"):
-        row = 2 * config.hidden + 2 * queries + 2 * keys + config.intermediate + 2 * kernels.LINE // 4
+        row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
         widest = max(config.hidden, config.intermediate, queries)
-        space = kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
+        inside = min(max_batch_tokens, kernels.BLOCK) * (4 * config.intermediate + kernels.LINE)
+        space = inside + kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
     else:
         row, space = 3 * config.hidden + max(3 * queries + 2 * keys, 3 * config.intermediate), 0
     logits = 2 * LOGIT_ROWS * config.vocab_size

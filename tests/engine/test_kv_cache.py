@@ -115,12 +115,15 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("dims", [8, 24, 64])  # turned one by one, by 16, and both
 @pytest.mark.parametrize("normed", [False, True])
-def test_both_ways_to_norm_rotate_and_store_agree(normed: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, model = torch.Generator().manual_seed(4), config()
-    heads = torch.randn(rows, 10 * 8, generator=generator)
-    turns = torch.polar(torch.ones(rows, 1, 4), torch.randn(rows, 1, 4, generator=generator))
-    norms = tuple(Norm(torch.rand(8, generator=generator) + 0.5, 1e-6) for _ in range(2)) if normed else None
+def test_both_ways_to_norm_rotate_and_store_agree(
+    normed: bool, dims: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, model = torch.Generator().manual_seed(4), config(None, 6, 2, dims)
+    heads, ones = torch.randn(rows, 10 * dims, generator=generator), torch.ones(rows, 1, dims // 2)
+    turns = torch.polar(ones, torch.randn(rows, 1, dims // 2, generator=generator))
+    norms = tuple(Norm(torch.rand(dims, generator=generator) + 0.5, 1e-6) for _ in range(2)) if normed else None
     results = []
     for module in (attention.kernels, None):
         monkeypatch.setattr(attention, "kernels", module)
@@ -159,6 +162,14 @@ def test_a_nan_stays_with_its_sequence() -> None:
     plan = plan_step([SliceSpan(2, 1, [0]), SliceSpan(2, 1, [1])], model, 4)
     got = attend(torch.cat(heads), unturned(2), None, cache, 0, None, plan)
     assert got[0].isnan().all() and torch.equal(got[1], torch.ones(48))
+
+
+def test_a_nan_in_a_chunk_reaches_its_token_and_those_behind() -> None:
+    model, generator = config(None, 6, 2, 64), torch.Generator().manual_seed(5)
+    heads = torch.randn(40, 10 * 64, generator=generator)
+    heads[20] = float("nan")
+    plan = plan_step([SliceSpan(0, 40, list(range(10)))], model, 4)
+    assert attend(heads, unturned(40, 64), None, KVCache(model, 10, 4), 0, None, plan)[20:].isnan().all()
 
 
 def test_the_pool_takes_what_memory_leaves() -> None:
