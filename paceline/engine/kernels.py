@@ -12,6 +12,7 @@ file.
 """
 
 import functools
+import inspect
 import platform
 import threading
 
@@ -53,10 +54,6 @@ OPTIONS = {"nogil": True, "fastmath": FAST, "cache": True}
 EXP = tuple(np.float32(c) for c in (
     1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
 ))  # fmt: skip
-# Unsigned: Numba tests a computed signed index for being negative, and that keeps loops from being vectorised.
-ZERO, ONE, TWO, THREE, FOUR = (np.uint64(n) for n in range(5))
-FLOATS, INTS, SIZE = types.float32[::1], types.int64[::1], types.uint64
-CHUNK = (FLOATS, FLOATS, FLOATS, SIZE, SIZE, SIZE, SIZE, SIZE, SIZE, SIZE)
 
 
 # Memory by address
@@ -99,22 +96,6 @@ def _copy(context, target, source, nbytes):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), generate
-
-
-@njit(inline="always", **OPTIONS)
-def _exp(x):
-    """e^x for x <= 0, float32, in operations that compile to vector instructions; relative error below 1e-7.
-
-    x = n ln 2 + r, |r| <= ln 2 / 2: a polynomial in r (the one of Cephes' expf), then n into the exponent's bits.
-    """
-    x = max(x, np.float32(-87.0))
-    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
-    r = x - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
-    p = EXP[0]
-    for coefficient in EXP[1:]:
-        p = p * r + coefficient
-    p = p * r * r + r + np.float32(1.0)
-    return p * _float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
 
 
 # The tile
@@ -258,35 +239,118 @@ def _fetching(rows, w, nbytes, following):
     return following, part // (nbytes // (2 * LINE)) + 1, part
 
 
-# Rows of 32 sums, as vector instructions by hand: loops over memory that may overlap stay scalar, ten times slower.
+# Vector instructions by hand: loops over memory that may overlap stay scalar, ten times slower.
 
 VECTOR, WHOLE, LONG = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16), ir.IntType(64)
+MASK, LANES = ir.VectorType(ir.IntType(1), 16), ir.Constant(WHOLE, list(range(16)))
+
+
+def _at(builder, address, offset=0, kind=VECTOR):
+    """A pointer to what lies `offset` bytes behind an address."""
+    return builder.inttoptr(builder.add(address, LONG(offset)) if offset else address, kind.as_pointer())
+
+
+def _load(builder, address, offset=0, kind=VECTOR):
+    return builder.load(_at(builder, address, offset, kind), align=4)
+
+
+def _store(builder, value, address, offset=0):
+    builder.store(value, _at(builder, address, offset, value.type), align=4)
+
+
+def _call(builder, name, result, *operands):
+    """Of a function of LLVM."""
+    kind = ir.FunctionType(result, [operand.type for operand in operands])
+    return builder.call(builder.module.globals.get(name) or ir.Function(builder.module, kind, name), operands)
+
+
+def _fma(builder, *operands):
+    return _call(builder, "llvm.fma.v16f32", VECTOR, *operands)
 
 
 def _all16(value, kind=VECTOR):
     return ir.Constant(kind, [value] * 16)
 
 
-def _call16(builder, name, *operands):
-    known = builder.module.globals.get(name)
-    kind = ir.FunctionType(VECTOR, [VECTOR] * len(operands))
-    return builder.call(known or ir.Function(builder.module, kind, name), operands)
+def _spread(builder, number):
+    """16 times a number."""
+    lanes = ir.Constant(ir.VectorType(number.type, 16), ir.Undefined)
+    one = builder.insert_element(lanes, number, ir.IntType(32)(0))
+    return builder.shuffle_vector(one, one, _all16(0, WHOLE))
+
+
+def _pick(builder, first, second, lanes):
+    """16 numbers of two vectors; those of the second one are numbers 16 to 31."""
+    return builder.shuffle_vector(first, second, ir.Constant(WHOLE, [int(lane) for lane in lanes]))
+
+
+def _below(builder, count):
+    """A mask of the first `count` lanes, all where it is above 16."""
+    return builder.icmp_signed("<", LANES, _spread(builder, builder.trunc(count, ir.IntType(32))))
+
+
+def _load_some(builder, address, mask):
+    """16 numbers, 0 where `mask` is not set; those are not read."""
+    zeros = ir.Constant(VECTOR, None)
+    name = "llvm.masked.load.v16f32.p0"
+    return _call(builder, name, VECTOR, _at(builder, address), ir.IntType(32)(4), mask, zeros)
+
+
+def _store_some(builder, value, address, mask):
+    none, name = ir.VoidType(), "llvm.masked.store.v16f32.p0"
+    _call(builder, name, none, value, _at(builder, address), ir.IntType(32)(4), mask)
+
+
+def _loop(builder, count, firsts, turn):
+    """values = turn(i, values) for i in range(count), count > 0, beginning with `firsts`; returns the last ones."""
+    entry, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    i, values = builder.phi(LONG), [builder.phi(first.type) for first in firsts]
+    afters, last = turn(i, values), builder.block
+    more = builder.add(i, LONG(1))
+    for phi, before, after in zip([i, *values], [LONG(0), *firsts], [more, *afters], strict=True):
+        phi.add_incoming(before, entry)
+        phi.add_incoming(after, last)
+    builder.cbranch(builder.icmp_signed("<", more, count), loop, end)
+    builder.position_at_end(end)
+    return afters
+
+
+def _by_hand(*kinds):
+    """An intrinsic of Numba with such arguments from a function that builds it: build(builder, *arguments)."""
+
+    def make(build):
+        def generate(context, builder, signature, arguments):
+            build(builder, *arguments)
+            return context.get_dummy_value()
+
+        def define(context, *arguments):
+            return types.void(*kinds), generate
+
+        define.__name__, define.__doc__, define.__signature__ = build.__name__, build.__doc__, inspect.signature(build)
+        return intrinsic(define)
+
+    return make
 
 
 def _exp16(builder, x):
-    """`_exp` of 16 numbers <= 0; n comes rounded from the last bits of x / ln 2 + 1.5 x 2^23."""
-    fma, bits = "llvm.fma.v16f32", WHOLE
+    """e^x of 16 numbers <= 0, relative error below 1e-7; of those below -87 what it is there.
+
+    x = n ln 2 + r, |r| <= ln 2 / 2: a polynomial in r (the one of Cephes' expf), then n into the exponent's bits. n,
+    rounded, is in the last bits of x / ln 2 + 1.5 x 2^23.
+    """
     x = builder.select(builder.fcmp_ordered(">", _all16(-87.0), x), _all16(-87.0), x)
-    shifted = _call16(builder, fma, x, _all16(float(np.float32(1.4426950408889634))), _all16(12582912.0))
-    power = builder.sub(builder.bitcast(shifted, bits), _all16(0x4B400000, bits))
+    shifted = _fma(builder, x, _all16(float(np.float32(1.4426950408889634))), _all16(12582912.0))
+    power = builder.sub(builder.bitcast(shifted, WHOLE), _all16(0x4B400000, WHOLE))
     n = builder.sitofp(power, VECTOR)
-    r = _call16(builder, fma, n, _all16(-0.693359375), x)
-    r = _call16(builder, fma, n, _all16(float(np.float32(2.12194440e-4))), r)
+    r = _fma(builder, n, _all16(-0.693359375), x)
+    r = _fma(builder, n, _all16(float(np.float32(2.12194440e-4))), r)
     p = _all16(float(EXP[0]))
     for coefficient in EXP[1:]:
-        p = _call16(builder, fma, p, r, _all16(float(coefficient)))
-    p = builder.fadd(_call16(builder, fma, builder.fmul(p, r), r, r), _all16(1.0))
-    power = builder.shl(builder.add(power, _all16(127, bits)), _all16(23, bits))
+        p = _fma(builder, p, r, _all16(float(coefficient)))
+    p = builder.fadd(_fma(builder, builder.fmul(p, r), r, r), _all16(1.0))
+    power = builder.shl(builder.add(power, _all16(127, WHOLE)), _all16(23, WHOLE))
     return builder.fmul(p, builder.bitcast(power, VECTOR))
 
 
@@ -296,41 +360,27 @@ def _last_of_row(kind: int, integer: bool):
     Sums of `integer` are int32 and stand for (sums - excess) * scales * scale, all but `scale` a number a column.
     """
 
-    @intrinsic
-    def finish(context, sums, bias, excess, scales, scale, target):
-        def generate(context, builder, signature, arguments):
-            sums, bias, excess, scales, scale, target = arguments
-
-            def at(address, half, kind=VECTOR):
-                return builder.inttoptr(builder.add(address, LONG(64 * half)), kind.as_pointer())
-
-            def load(address, half, kind=VECTOR):
-                return builder.load(at(address, half, kind), align=4)
-
-            def value(half):
-                if not integer:
-                    return builder.fadd(load(sums, half), load(bias, half))
-                one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scale, ir.IntType(32)(0))
-                every = builder.shuffle_vector(one, one, _all16(0, WHOLE))
-                counts = builder.sub(load(sums, half, WHOLE), load(excess, half, WHOLE))
-                product = builder.fmul(builder.sitofp(counts, VECTOR), builder.fmul(load(scales, half), every))
-                return builder.fadd(product, load(bias, half))
-
-            outputs = [value(0), value(1)]
-            if kind == GATE:
-                gate = outputs[0]
-                small = _exp16(builder, builder.fneg(_call16(builder, "llvm.fabs.v16f32", gate)))
-                above = builder.select(builder.fcmp_ordered(">=", gate, _all16(0.0)), _all16(1.0), small)
-                sigmoid = builder.fdiv(above, builder.fadd(small, _all16(1.0)))
-                outputs = [builder.fmul(builder.fmul(gate, sigmoid), outputs[1])]
-            for half, output in enumerate(outputs):
-                if kind == ADD:
-                    output = builder.fadd(output, load(target, half))
-                builder.store(output, at(target, half), align=4)
-            return context.get_dummy_value()
-
-        i64 = types.int64
-        return types.void(i64, i64, i64, i64, types.float32, i64), generate
+    @_by_hand(I64, I64, I64, I64, F32, I64)
+    def finish(builder, sums, bias, excess, scales, scale, target):
+        every, outputs = _spread(builder, scale), []
+        for half in (0, 64):
+            if integer:
+                counts = builder.sub(_load(builder, sums, half, WHOLE), _load(builder, excess, half, WHOLE))
+                factors = builder.fmul(_load(builder, scales, half), every)
+                value = builder.fmul(builder.sitofp(counts, VECTOR), factors)
+            else:
+                value = _load(builder, sums, half)
+            outputs.append(builder.fadd(value, _load(builder, bias, half)))
+        if kind == GATE:
+            gate = outputs[0]
+            small = _exp16(builder, builder.fneg(_call(builder, "llvm.fabs.v16f32", VECTOR, gate)))
+            above = builder.select(builder.fcmp_ordered(">=", gate, _all16(0.0)), _all16(1.0), small)
+            sigmoid = builder.fdiv(above, builder.fadd(small, _all16(1.0)))
+            outputs = [builder.fmul(builder.fmul(gate, sigmoid), outputs[1])]
+        for half, output in zip((0, 64), outputs, strict=False):
+            if kind == ADD:
+                output = builder.fadd(output, _load(builder, target, half))
+            _store(builder, output, target, half)
 
     return finish
 
@@ -339,76 +389,147 @@ _store_floats, _add_floats, _gate_floats = (_last_of_row(kind, False) for kind i
 _store_bytes, _add_bytes, _gate_bytes = (_last_of_row(kind, True) for kind in (STORE, ADD, GATE))
 
 
-@intrinsic
-def _fetch_to_write(context, address):
-    """Has a line of the caches ready that will be written soon: 24 lines that have to come first cost 200 ns."""
+def _fetch(write: int):
+    """fetch(address): has a line of the caches ready that will be read or written soon."""
 
-    def generate(context, builder, signature, arguments):
-        byte, whole = ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, whole, whole, whole])
-        name = "llvm.prefetch.p0"
-        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-        builder.call(function, [builder.inttoptr(arguments[0], byte), whole(1), whole(3), whole(1)])
-        return context.get_dummy_value()
+    @_by_hand(I64)
+    def fetch(builder, address):
+        byte, whole = ir.IntType(8), ir.IntType(32)
+        place = _at(builder, address, 0, byte)
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), place, whole(write), whole(3), whole(1))
 
-    return types.void(types.int64), generate
+    return fetch
 
 
-@intrinsic
-def _soften(context, scores, count, peaks, totals, shrink):
+_fetch_to_read, _fetch_to_write = _fetch(0), _fetch(1)
+
+
+@_by_hand(*[I64] * 5)
+def _soften(builder, scores, count, peaks, totals, shrink):
     """Online softmax of 32 queries over scores [count, 32], which become weights.
 
     peaks[0:32] and totals[0:32] are of what came before, then with these; what came before shrinks by shrink[0:32].
     """
+    halves = 0, 64
 
-    def generate(context, builder, signature, arguments):
-        scores, count, peaks, totals, shrink = arguments
-        halves = 0, 1
+    def larger(row, values):
+        line = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
+        new = [_load(builder, line, half) for half in halves]
+        return [_larger(builder, score, value) for score, value in zip(new, values, strict=True)]
 
-        def at(address, half):
-            return builder.inttoptr(builder.add(address, LONG(64 * half)), VECTOR.as_pointer())
+    def weigh(row, sums):
+        line, after = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4))), []
+        for half, level, total in zip(halves, levels, sums, strict=True):
+            weight = _exp16(builder, builder.fsub(_load(builder, line, half), level))
+            _store(builder, weight, line, half)
+            after.append(builder.fadd(total, weight))
+        return after
 
-        def load(address):
-            return [builder.load(at(address, half), align=4) for half in halves]
+    before = [_load(builder, peaks, half) for half in halves]
+    tops = _loop(builder, count, before, larger)
+    endless = [builder.fcmp_ordered("==", top, _all16(float("-inf"))) for top in tops]
+    levels = [builder.select(none, _all16(0.0), top) for none, top in zip(endless, tops, strict=True)]
+    factors = [_exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
+    kept = [builder.fmul(_load(builder, totals, half), factors[i]) for i, half in enumerate(halves)]
+    sums = _loop(builder, count, kept, weigh)
+    for values, place in ((tops, peaks), (sums, totals), (factors, shrink)):
+        for half, value in zip(halves, values, strict=True):
+            _store(builder, value, place, half)
 
-        def over(firsts, turn):
-            """A loop over the rows: `turn(place, half, value so far)` gives the next value; returns the last ones."""
-            entry, loop, end = builder.block, builder.append_basic_block("row"), builder.append_basic_block("end")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            row, values = builder.phi(LONG), [builder.phi(VECTOR) for _ in halves]
-            line = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
-            afters = [turn(at(line, half), half, values[half]) for half in halves]
-            more = builder.add(row, LONG(1))
-            for phi, begin, last in zip([row, *values], [LONG(0), *firsts], [more, *afters], strict=True):
-                phi.add_incoming(begin, entry)
-                phi.add_incoming(last, loop)
-            builder.cbranch(builder.icmp_signed("<", more, count), loop, end)
-            builder.position_at_end(end)
-            return afters
 
-        def larger(place, half, value):
-            score = builder.load(place, align=4)
-            return builder.select(builder.fcmp_ordered(">", score, value), score, value)
+def _larger(builder, new, old):
+    return builder.select(builder.fcmp_ordered(">", new, old), new, old)
 
-        def weigh(place, half, total):
-            score = builder.load(place, align=4)
-            weight = _exp16(builder, builder.fsub(score, levels[half]))  # e^-87 of -inf: lost in a sum above 1
-            builder.store(weight, place, align=4)
-            return builder.fadd(total, weight)
 
-        before = load(peaks)
-        tops = over(before, larger)
-        endless = [builder.fcmp_ordered("==", top, _all16(float("-inf"))) for top in tops]
-        levels = [builder.select(none, _all16(0.0), top) for none, top in zip(endless, tops, strict=True)]
-        factors = [_exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
-        kept = [builder.fmul(old, factor) for old, factor in zip(load(totals), factors, strict=True)]
-        for values, place in ((tops, peaks), (over(kept, weigh), totals), (factors, shrink)):
-            for half in halves:
-                builder.store(values[half], at(place, half), align=4)
-        return context.get_dummy_value()
+def _scores_of(rows: int):
+    """score(query, keys, dims, scores): products of query [dims] and keys [rows, dims] to scores[0:rows].
 
-    return types.void(*[types.int64] * 5), generate
+    `rows` is a power of 2. Sums of a row run in the same order whatever it is: 16 lanes over dims, then over the lanes.
+    """
+
+    @_by_hand(*[I64] * 4)
+    def score(builder, query, keys, dims, scores):
+        def add(i, sums):
+            mask = _below(builder, builder.sub(dims, builder.shl(i, LONG(4))))
+            offset, after = builder.shl(i, LONG(6)), []
+            part, place = _load_some(builder, builder.add(query, offset), mask), builder.add(keys, offset)
+            for total in sums:
+                after.append(_fma(builder, part, _load_some(builder, place, mask), total))
+                place = builder.add(place, builder.shl(dims, LONG(2)))
+            return after
+
+        parts = builder.lshr(builder.add(dims, LONG(15)), LONG(4))
+        sums, lanes = _loop(builder, parts, [_all16(0.0)] * rows, add), np.arange(16)
+        for bit in (8, 4, 2, 1):  # this bit of a lane says from which vector its sum is, while there are two
+            two = len(sums) > bit
+            pairs = zip(sums[:bit], sums[bit:], strict=True) if two else [(total, total) for total in sums]
+            other = (lanes & bit > 0) * 16 if two else 0
+            sums = [
+                builder.fadd(_pick(builder, *pair, lanes & ~bit | other), _pick(builder, *pair, lanes | bit | other))
+                for pair in pairs
+            ]
+        _store_some(builder, sums[0], scores, ir.Constant(MASK, [int(lane < rows) for lane in lanes]))
+
+    return score
+
+
+_score16, _score4, _score1 = (_scores_of(rows) for rows in (16, 4, 1))
+
+
+@_by_hand(I64, I64)
+def _weigh(builder, scores, count):
+    """Softmax of scores[0:count] in place; 16 numbers behind them are lost."""
+    parts, nothing = builder.lshr(builder.add(count, LONG(15)), LONG(4)), _all16(float("-inf"))
+    _store(builder, nothing, builder.add(scores, builder.shl(count, LONG(2))))
+
+    def place(i):
+        return builder.add(scores, builder.shl(i, LONG(6)))
+
+    def across(value, join):
+        for bit in (8, 4, 2, 1):
+            value = join(value, _pick(builder, value, value, np.arange(16) ^ bit))
+        return value
+
+    def weigh(i, sums):
+        weight = _exp16(builder, builder.fsub(_load(builder, place(i)), peak))
+        _store(builder, weight, place(i))
+        return [builder.fadd(sums[0], weight)]
+
+    def share(i, values):
+        _store(builder, builder.fmul(_load(builder, place(i)), inverse), place(i))
+        return []
+
+    (peak,) = _loop(builder, parts, [nothing], lambda i, values: [_larger(builder, _load(builder, place(i)), *values)])
+    peak = across(peak, lambda one, other: _larger(builder, one, other))
+    (total,) = _loop(builder, parts, [_all16(0.0)], weigh)  # -inf adds e^-87: lost in a sum above 1
+    inverse = builder.fdiv(_all16(1.0), across(total, builder.fadd))
+    _loop(builder, parts, [], share)
+
+
+@_by_hand(*[I64] * 5)
+def _mix(builder, weights, values, count, dims, out):
+    """out[dims] += weights[count] values[count, dims], 64 of them at a time."""
+
+    def part(i, nothing):
+        first, halves = builder.shl(i, LONG(6)), [LONG(16 * j) for j in range(4)]
+        masks = [_below(builder, builder.sub(dims, builder.add(first, half))) for half in halves]
+        offsets = [builder.shl(builder.add(first, half), LONG(2)) for half in halves]
+
+        def add(t, sums):
+            row = builder.add(values, builder.shl(builder.mul(t, dims), LONG(2)))
+            weight = _load(builder, builder.add(weights, builder.shl(t, LONG(2))), 0, ir.FloatType())
+            every, after = _spread(builder, weight), []
+            for offset, mask, total in zip(offsets, masks, sums, strict=True):
+                after.append(_fma(builder, every, _load_some(builder, builder.add(row, offset), mask), total))
+            return after
+
+        places = [builder.add(out, offset) for offset in offsets]
+        before = [_load_some(builder, place, mask) for place, mask in zip(places, masks, strict=True)]
+        for value, place, mask in zip(_loop(builder, count, before, add), places, masks, strict=True):
+            _store_some(builder, value, place, mask)
+        return []
+
+    _loop(builder, builder.lshr(builder.add(dims, LONG(63)), LONG(6)), [], part)
 
 
 # Threads that wait for each other: one parallel region holds many steps, since to start one costs 10 to 50 us.
@@ -616,25 +737,15 @@ def linear(
 # Attention. Keys and values of a layer: [num_blocks, kv_heads, size, dims], the rows of a head in a block together.
 
 
-@intrinsic
-def _turn16(context, pairs, turn):
+@_by_hand(I64, I64)
+def _turn16(builder, pairs, turn):
     """pairs[0:16] times turn[0:16], both 8 complex numbers, in place."""
-
-    def generate(context, builder, signature, arguments):
-        places = [builder.inttoptr(address, VECTOR.as_pointer()) for address in arguments]
-        pairs, turn = (builder.load(place, align=4) for place in places)
-
-        def pick(value, other, indices):
-            return builder.shuffle_vector(value, other, ir.Constant(WHOLE, [int(index) for index in indices]))
-
-        lanes = np.arange(16)
-        real, imaginary = pick(turn, turn, lanes // 2 * 2), pick(turn, turn, lanes // 2 * 2 + 1)
-        along, cross = builder.fmul(pairs, real), builder.fmul(pick(pairs, pairs, lanes ^ 1), imaginary)
-        both = pick(builder.fsub(along, cross), builder.fadd(along, cross), lanes + lanes % 2 * 16)
-        builder.store(both, places[0], align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    pair, turned, lanes = _load(builder, pairs), _load(builder, turn), np.arange(16)
+    real, imaginary = (_pick(builder, turned, turned, lanes // 2 * 2 + part) for part in (0, 1))
+    along = builder.fmul(pair, real)
+    cross = builder.fmul(_pick(builder, pair, pair, lanes ^ 1), imaginary)
+    both = builder.fsub(along, cross), builder.fadd(along, cross)
+    _store(builder, _pick(builder, *both, lanes + lanes % 2 * 16), pairs)
 
 
 @njit(types.void(*[I64] * 6, F32, *[I64] * 6), **OPTIONS)
@@ -681,92 +792,57 @@ def rotate_and_store(
             _rotate_rows(heads, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, begin, end)
 
 
-@njit(types.void(*CHUNK), **OPTIONS)
-def _score(query, keys, scores, at, begin, end, column, width, group, dims):
-    """Products of query [group, dims] with rows [begin, end) of the block at `at`, as scores[g * width + column + row].
-
-    Four rows at a time, so that a query is loaded once for them.
-    """
-    t = begin
-    while t + FOUR <= end:
-        k0 = at + t * dims
-        k1, k2, k3 = k0 + dims, k0 + TWO * dims, k0 + THREE * dims
-        for g in range(group):
-            q = g * dims
-            s0 = s1 = s2 = s3 = np.float32(0.0)
-            for d in range(dims):
-                s0 += query[q + d] * keys[k0 + d]
-                s1 += query[q + d] * keys[k1 + d]
-                s2 += query[q + d] * keys[k2 + d]
-                s3 += query[q + d] * keys[k3 + d]
-            p = g * width + column + t
-            scores[p], scores[p + ONE], scores[p + TWO], scores[p + THREE] = s0, s1, s2, s3
-        t += FOUR
-    while t < end:
-        k0 = at + t * dims
-        for g in range(group):
-            s0 = np.float32(0.0)
-            for d in range(dims):
-                s0 += query[g * dims + d] * keys[k0 + d]
-            scores[g * width + column + t] = s0
-        t += ONE
+@njit(I64(I64), inline="always", **OPTIONS)
+def scores_of(count):
+    """Floats that the scores of so many tokens take, whole vectors and one more."""
+    return (count + 15) // 16 * 16 + 16
 
 
-@njit(types.void(FLOATS, SIZE, SIZE), **OPTIONS)
-def _softmax(scores, at, count):
-    """scores[at : at + count] to weights, in place."""
-    peak = scores[at]
-    for t in range(count):
-        peak = max(peak, scores[at + t])
-    total = np.float32(0.0)
-    for t in range(count):
-        weight = _exp(scores[at + t] - peak)
-        scores[at + t] = weight
-        total += weight
-    inverse = np.float32(1.0) / total
-    for t in range(count):
-        scores[at + t] *= inverse
+@njit(types.void(*[I64] * 5), **OPTIONS)
+def _score(query, keys, count, dims, scores):
+    """Products of query [dims] with keys [count, dims] to scores[0:count]."""
+    row = 0
+    while row < count:
+        here, place = keys + row * dims * 4, scores + row * 4
+        if count - row >= 16:
+            _score16(query, here, dims, place)
+            row += 16
+        elif count - row >= 4:
+            _score4(query, here, dims, place)
+            row += 4
+        else:
+            _score1(query, here, dims, place)
+            row += 1
 
 
-@njit(types.void(*CHUNK), **OPTIONS)
-def _mix(out, values, scores, at, begin, end, column, width, group, dims):
-    """Adds rows [begin, end) of the block at `at`, weighted by their scores, to out [group * dims]."""
-    t = begin
-    while t + FOUR <= end:
-        v0 = at + t * dims
-        v1, v2, v3 = v0 + dims, v0 + TWO * dims, v0 + THREE * dims
-        for g in range(group):
-            p, o = g * width + column + t, g * dims
-            w0, w1, w2, w3 = scores[p], scores[p + ONE], scores[p + TWO], scores[p + THREE]
-            for d in range(dims):
-                out[o + d] += w0 * values[v0 + d] + w1 * values[v1 + d] + w2 * values[v2 + d] + w3 * values[v3 + d]
-        t += FOUR
-    while t < end:
-        for g in range(group):
-            w0 = scores[g * width + column + t]
-            for d in range(dims):
-                out[g * dims + d] += w0 * values[at + t * dims + d]
-        t += ONE
-
-
-@njit(
-    types.void(FLOATS, FLOATS, FLOATS, INTS, SIZE, SIZE, SIZE, SIZE, SIZE, FLOATS, FLOATS, SIZE, SIZE),
-    **OPTIONS,
-)  # fmt: skip
+@njit(types.void(*[I64] * 13), **OPTIONS)
 def _one_head(query, keys, values, table, head, kv_heads, low, high, size, scores, out, group, dims):
-    """One token's query heads of one key-value head over tokens [low, high); adds to out."""
-    width, first, last = high - low, low // size, (high - ONE) // size
-    for b in range(first, last + ONE):
-        at = (np.uint64(table[b]) * kv_heads + head) * size * dims
-        begin, end = max(b * size, low) - b * size, min((b + ONE) * size, high) - b * size
-        # The column of the block's row 0 is negative (wraps) when the window begins within the block; its sum is not.
-        _score(query, keys, scores, at, begin, end, b * size - low, width, group, dims)
-    for g in range(group):
-        _softmax(scores, g * width, width)
-    for b in range(first, last + ONE):
-        at = (np.uint64(table[b]) * kv_heads + head) * size * dims
-        begin, end = max(b * size, low) - b * size, min((b + ONE) * size, high) - b * size
-        _mix(out, values, scores, at, begin, end, b * size - low, width, group, dims)
+    """One token's query heads of one key-value head over tokens [low, high); adds to out [group, dims].
+
+    While a block is in use the next one's lines are fetched, a share with every head: all at once would be more than a
+    core can wait for, and stop it. A single head fetches the first ones, where the processor's own fetching is late.
+    """
+    first, last, width = low // size, (high - 1) // size, scores_of(high - low)
+    places, block = carray(_longs(table), (last + 1,)), size * dims * 4
+    share = min(8, (block // LINE + group - 1) // group) * LINE
+    for part in (keys, values):
+        for b in range(first, last + 1):
+            begin, end, here = max(b * size, low), min((b + 1) * size, high), (places[b] * kv_heads + head) * block
+            following = part + (places[b + 1] * kv_heads + head) * block if b < last else 0
+            if b == last and part == keys:
+                following = values + (places[first] * kv_heads + head) * block
+            here += part + (begin - b * size) * dims * 4
+            for g in range(group):
+                if following != 0:
+                    for offset in range(g * share, (g + 1) * share, LINE):
+                        _fetch_to_read(following + offset)
+                score = scores + (g * width + begin - low) * 4
+                if part == keys:
+                    _score(query + g * dims * 4, here, end - begin, dims, score)
+                else:
+                    _mix(score, here, end - begin, dims, out + g * dims * 4)
+        for g in range(group if part == keys else 0):
+            _weigh(scores + g * width * 4, high - low)
 
 
 @njit(types.void(*[I64] * 12, F32, *[I64] * 8), **OPTIONS)
@@ -774,22 +850,20 @@ def _some_rows(
     t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads, size, dims,
     out, out_stride, query, scores,
 ):  # fmt: skip
-    """A thread's share of `attend_rows`; `query` and `scores` are its own: group * dims, group * longest floats."""
+    """A thread's share of `attend_rows`; `query` and `scores` are its own: group * dims, group * scores_of(longest)."""
     row_of = carray(_longs(index), (rows,))
     begin, end = carray(_longs(low), (rows,)), carray(_longs(high), (rows,))
-    tables = carray(_longs(table), (rows, width))
-    pool = (np.int64(1) << np.int64(60),)  # carray wants a size; the table says what is read
     own = carray(_floats(query), (group * dims,))
     for item in range(t, rows * kv_heads, threads):
         row, head = item // kv_heads, item % kv_heads
         source = carray(_floats(queries + row_of[row] * stride + head * group * dims * 4), (group * dims,))
-        mixed = carray(_floats(out + row_of[row] * out_stride + head * group * dims * 4), (group * dims,))
-        own[:] = source * scale
-        mixed[:] = np.float32(0.0)
+        target = out + row_of[row] * out_stride + head * group * dims * 4
+        for i in range(group * dims):
+            own[i] = source[i] * scale
+        carray(_floats(target), (group * dims,))[:] = np.float32(0.0)
         _one_head(
-            own, carray(_floats(keys), pool), carray(_floats(values), pool), tables[row], np.uint64(head),
-            np.uint64(kv_heads), np.uint64(begin[row]), np.uint64(end[row]), np.uint64(size),
-            carray(_floats(scores), pool), mixed, np.uint64(group), np.uint64(dims),
+            query, keys, values, table + row * width * 8, head, kv_heads, begin[row], end[row], size, scores, target,
+            group, dims,
         )  # fmt: skip
 
 
@@ -805,7 +879,7 @@ def attend_rows(
     """
     longest = (carray(_longs(high), (rows,)) - carray(_longs(low), (rows,))).max()
     for t in prange(threads):
-        own = np.empty(group * (dims + longest), np.float32)
+        own = np.empty(group * (dims + scores_of(longest)), np.float32)
         _some_rows(
             t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads,
             size, dims, out, kv_heads * group * dims * 4, own.ctypes.data, own.ctypes.data + group * dims * 4,
@@ -826,31 +900,19 @@ def _hide(scores, count, lowest, first, group, row, window):
                 score[j * COLUMNS + i] = np.float32(-np.inf)
 
 
-@intrinsic
-def _transpose16(context, sources, offset, scale, target):
+@_by_hand(I64, I64, F32, I64)
+def _transpose16(builder, sources, offset, scale, target):
     """16 numbers at each of the 16 addresses `sources` + offset, times scale, become columns of target [16, 32]."""
-
-    def generate(context, builder, signature, arguments):
-        sources, offset, scale, target = arguments
-        one = builder.insert_element(ir.Constant(VECTOR, ir.Undefined), scale, ir.IntType(32)(0))
-        every = builder.shuffle_vector(one, one, _all16(0, WHOLE))
-        rows = []
-        for i in range(16):
-            source = builder.load(builder.inttoptr(builder.add(sources, LONG(8 * i)), LONG.as_pointer()))
-            place = builder.inttoptr(builder.add(source, offset), VECTOR.as_pointer())
-            rows.append(builder.fmul(builder.load(place, align=4), every))
-        for bit in (1, 2, 4, 8):  # exchanges this bit of a number's row and column
-            for i in (i for i in range(16) if not i & bit):
-                upper, lower = rows[i], rows[i | bit]
-                for row, own in ((i, 0), (i | bit, bit)):
-                    lanes = [(lane & ~bit | own) + (16 if lane & bit else 0) for lane in range(16)]
-                    rows[row] = builder.shuffle_vector(upper, lower, ir.Constant(WHOLE, lanes))
-        for i, row in enumerate(rows):
-            place = builder.add(target, LONG(4 * COLUMNS * i))
-            builder.store(row, builder.inttoptr(place, VECTOR.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.int64), generate
+    every, rows, lanes = _spread(builder, scale), [], np.arange(16)
+    for i in range(16):
+        source = builder.add(_load(builder, sources, 8 * i, LONG), offset)
+        rows.append(builder.fmul(_load(builder, source), every))
+    for bit in (1, 2, 4, 8):  # exchanges this bit of a number's row and column
+        for i in (i for i in range(16) if not i & bit):
+            pair, other = (rows[i], rows[i | bit]), (lanes & bit > 0) * 16
+            rows[i], rows[i | bit] = (_pick(builder, *pair, (lanes & ~bit | own) + other) for own in (0, bit))
+    for i, row in enumerate(rows):
+        _store(builder, row, target, 4 * COLUMNS * i)
 
 
 @njit(types.void(*[I64] * 12, F32, *[I64] * 3), **OPTIONS)
@@ -991,7 +1053,7 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
     mixed_stride, inside_stride = q_heads * dims * 4 + LINE, inner * 4 + LINE
     x, heads, mixed, inside = buffers[X], buffers[HEADS], buffers[MIXED], buffers[INSIDE]
     gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
-    mine = np.empty(group * (dims + plans[:, ROW_LONGEST].max()), np.float32)
+    mine = np.empty(group * (dims + scores_of(plans[:, ROW_LONGEST].max())), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
     turn, block = 0, _block(rows)
