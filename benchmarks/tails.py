@@ -25,10 +25,10 @@ from paceline.runtime.offline import Offline
 
 CASES = ["small"]
 TRACE = Path("sarathi") / "traces" / "azure_2023_conv.csv"
-REQUESTS, LENGTHS = 120, 4
-BUDGETS = (32, 64, 128, 256, 512)
+REQUESTS, LENGTHS = 80, 4
+BUDGETS = (64, 128, 256, 512)
 WIDEST, BATCH, BLOCK = 1024, 64, 16
-LOADS = (0.3, 0.5, 0.7, 0.9, 1.5)  # of the rate that the engine serves when all requests are there at once
+LOADS = (0.5, 0.8, 1.5)  # of the rate that the engine serves when all requests are there at once
 GOALS = (3.0, 6.0)  # times the shortest step
 ROUNDS = 2
 SERVED = 0.95
