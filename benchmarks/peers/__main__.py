@@ -25,7 +25,7 @@ from benchmarks.peers.process import Cannot, Process
 
 OURS = "paceline"
 ENGINES: dict[str, tuple[str, dict]] = {  # name: module, options
-    OURS: ("ours", {"budget": 512}),
+    OURS: ("ours", {"budget": 256}),
     "paceline-2048": ("ours", {"budget": 2048}),
     "openvino": ("openvino", {"budget": 256}),
     "openvino-llm": ("openvino", {"pipeline": "llm"}),
