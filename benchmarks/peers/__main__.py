@@ -202,16 +202,18 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     os.environ["OMP_NUM_THREADS"] = str(THREADS)
     waiting = os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a thread that spins starves on a shared processor
-    result: dict = {"benchmark": "peers", "about": __doc__.splitlines()[0], "machine": describe()}
-    result |= {"threads": THREADS, "omp_wait_policy": waiting}
-    begin = time.time()
+    result = json.loads(options.out.read_text()) if options.out.exists() else {}  # other cases stay
+    result |= {"benchmark": "peers", "about": __doc__.splitlines()[0]}
+    ran = {"machine": describe(), "threads": THREADS, "omp_wait_policy": waiting}
     for shape in options.models:
         for precision in options.precisions:
+            begin = time.time()
             print(f"== {shape}, {precision}", flush=True)
             case = Case(shape, precision, options.rows)
             case.measure(options.engines, options.rounds, options.mixed_rounds)
-            report = result.setdefault(shape, {})[precision] = case.report()
-            result["seconds"] = round(time.time() - begin)
+            report = case.report()
+            ran["seconds"] = round(time.time() - begin)
+            result.setdefault(shape, {})[precision] = {**ran, "engines": report}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
             print(table(report), flush=True)
 

@@ -21,7 +21,7 @@ import numpy as np
 from paceline.batching import table as compiled
 from paceline.batching.blocks import Blocks
 from paceline.batching.budget import Pace
-from paceline.batching.table import LENGTH, SLOT, START, Ints, Table
+from paceline.batching.table import DRAFT, LENGTH, SLOT, START, Ints, Table
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.protocols import Budget
 from paceline.core.request import COMPUTED, HASHED, IN_FLIGHT, KNOWN, PROMPT, ROOM, SCHEDULED, Request, Sequence
@@ -138,7 +138,7 @@ class Scheduler:
             return None
         shape = StepShape(*compiled.depart(table.numbers, table.step, count, table.emits))
         step = table.step[:, :count].copy()
-        slots = step[SLOT]
+        slots, drafts = step[SLOT], step[DRAFT].tolist() if step[DRAFT].any() else None
         batch = Batch(
             id,
             group,
@@ -149,8 +149,9 @@ class Scheduler:
             table.emits[:count].tobytes(),
             self._num_decodes,
             shape,
-            self.pace.seconds(shape) if self.pace else None,
+            self.pace.seconds(shape) if self.pace and not drafts else None,  # a drafter may propose less
             tuple(preempted),
+            drafts,
         )
         self.flying[id] = batch, step
         if self.policy.late:
@@ -164,18 +165,30 @@ class Scheduler:
         assert not self._num_slices, "decodes come first"
         table = self.table
         order = table.longest_first() if longest else table.running
-        limit = table.count if most is None else most
-        taken, short = compiled.ready_decodes(table.numbers, order, table.count, limit, table.step, table.listed)
-        if short > self.blocks.num_free:
+        limit, size = table.count if most is None else most, self.config.block_size
+        # drafts leave prompts their half of the budget
+        spare = self.config.token_budget // (2 if self.prompts or self.waiting else 1)
+        deep = spare // max(1, min(limit, table.count)) - 1
+
+        def ready(deep: int, size: int) -> tuple[int, int, int, int]:
+            result: tuple[int, int, int, int] = compiled.ready_decodes(
+                table.numbers, table.drafts, order, table.count, limit, deep, size, table.step, table.listed
+            )
+            return result
+
+        taken, short, needed, width = ready(deep, size)
+        if needed > self.blocks.num_free and width > taken:
+            size = 0  # drafts give way first
+            taken, short, needed, width = ready(deep, size)
+        if needed > self.blocks.num_free:
             chosen = table.sequences[table.step[SLOT, :taken]].tolist()
             self.decode_each(sorted(chosen, key=BY_ARRIVAL))
             return
-        if short:
-            needy = table.sequences[table.listed[:short]]
-            for sequence, block in zip(needy, self.blocks.allocate(short), strict=True):
-                sequence.blocks.append(block)
-                sequence.row[ROOM] += self.config.block_size
-        self.width = self._num_slices = self._num_decodes = taken
+        for index in table.listed[:short].tolist():
+            sequence = table.sequences[table.step[SLOT, index]]
+            end = sequence.computed + int(table.step[LENGTH, index])
+            self._hold(sequence, self.blocks.blocks_for(end) - len(sequence.blocks))
+        self.width, self._num_slices, self._num_decodes = width, taken, taken
 
     def decode_each(self, sequences: Iterable[Sequence]) -> None:
         """Takes these decodes, in arrival order, one by one: some may be preempted for others before them (M2, M3)."""
@@ -277,7 +290,7 @@ class Scheduler:
             return None
         batch, step = self.flying.pop(id)
         self.advance(id)
-        if self.pace and result.seconds:
+        if self.pace and result.seconds and not batch.drafts:
             self.pace.observe(batch.shape, result.seconds)
         tokens, gone = result.tokens, list[int]()
         if result.failed or self._num_ended:
@@ -288,18 +301,18 @@ class Scheduler:
                 step[SLOT, index] = -1
                 tokens[index] = 0
                 batch.sequences[index].row[IN_FLIGHT] -= 1
+        for index, hashes in result.hashes:
+            sequence = batch.sequences[index]
+            sequence.hashes.extend(hashes)
+            sequence.row[HASHED] = len(sequence.hashes)
         table, size = self.table, self.config.block_size
         column = np.frombuffer(tokens, np.uint8)
         total, filled = compiled.arrive(table.numbers, step, column, size, table.listed)
         for index in table.listed[:filled].tolist():
             sequence, start = batch.sequences[index], batch.starts[index]
-            full = min((start + batch.lengths[index]) // size, len(sequence.hashes))
+            full = min(sequence.computed // size, len(sequence.hashes))
             for block in range(start // size, full):
                 self.blocks.register(sequence.blocks[block], sequence.hashes[block])
-        for index, hashes in result.hashes:
-            sequence = batch.sequences[index]
-            sequence.hashes.extend(hashes)
-            sequence.row[HASHED] = len(sequence.hashes)
         return batch, gone, bytes(tokens), total
 
     def end(self, sequence: Sequence) -> bool:
@@ -345,7 +358,7 @@ class Scheduler:
 
     def _add(self, sequence: Sequence, length: int) -> None:
         index, step = self._num_slices, self.table.step
-        step[SLOT, index], step[START, index], step[LENGTH, index] = sequence.slot, sequence.scheduled, length
+        step[:, index] = sequence.slot, sequence.scheduled, length, 0
         self._num_slices += 1
         self.width += length
 
@@ -353,14 +366,18 @@ class Scheduler:
         """For one more token (M2, M3). False: the sequence was preempted itself."""
         while sequence.computed == sequence.row[ROOM]:
             if self.blocks.num_free:
-                sequence.blocks.extend(self.blocks.allocate(1))
-                sequence.row[ROOM] += self.config.block_size
+                self._hold(sequence, 1)
                 break
             victim = next(s for s in reversed(self.running) if s is sequence or not s.in_flight)
             self.preempt(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _hold(self, sequence: Sequence, more: int) -> None:
+        """Gives a running sequence blocks."""
+        sequence.blocks.extend(self.blocks.allocate(more))
+        sequence.row[ROOM] += more * self.config.block_size
 
     def _reserved(self, tokens: int, max_tokens: int) -> int:
         """Blocks of the longest sequence that the group serves, or that the request may become."""

@@ -27,7 +27,7 @@ from paceline.core.request import (
 )
 
 Ints = NDArray[np.int64]
-SLOT, START, LENGTH = range(3)  # rows of a step's columns
+SLOT, START, LENGTH, DRAFT = range(4)  # rows of a step's columns; DRAFT: how many of LENGTH are to be drafted
 NONE = np.inf  # no goal
 
 _I64, _F64 = types.int64, types.float64
@@ -40,6 +40,7 @@ class Table:
     def __init__(self, capacity: int = 256) -> None:
         self.numbers = np.zeros((capacity, NUM_COLUMNS), np.int64)
         self.tbt = np.full(capacity, NONE)  # goals, seconds
+        self.drafts = np.zeros(capacity, np.int64)  # the most to draft in a step
         self.sequences = np.empty(capacity, object)
         self.ids = np.empty(capacity, object)
         self.running = np.zeros(capacity, np.int64)
@@ -59,6 +60,7 @@ class Table:
         sequence = Sequence(request, serial, slot, row, hashes=list(request.prefix))
         self.sequences[slot], self.ids[slot] = sequence, request.id
         self.tbt[slot] = NONE if request.slo.tbt is None else request.slo.tbt
+        self.drafts[slot] = request.max_draft_tokens
         return sequence
 
     def drop(self, sequence: Sequence) -> None:
@@ -83,7 +85,7 @@ class Table:
         return slots[np.argsort(-to_come, kind="stable")]
 
     def _make_buffers(self, capacity: int) -> None:
-        self.step = np.zeros((3, capacity), np.int64)
+        self.step = np.zeros((4, capacity), np.int64)
         self.emits = np.zeros(capacity, np.uint8)
         self.listed = np.zeros(capacity, np.int64)  # what a loop leaves to Python
 
@@ -92,6 +94,7 @@ class Table:
         self._free = list(range(2 * old - 1, old - 1, -1))
         self.numbers = np.concatenate([self.numbers, np.zeros_like(self.numbers)])
         self.tbt = np.concatenate([self.tbt, np.full(old, NONE)])
+        self.drafts = np.concatenate([self.drafts, np.zeros(old, np.int64)])
         self.sequences = np.concatenate([self.sequences, np.empty(old, object)])
         self.ids = np.concatenate([self.ids, np.empty(old, object)])
         self.running = np.concatenate([self.running, np.zeros(old, np.int64)])
@@ -111,13 +114,15 @@ def _compiled(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., A
     return decorate
 
 
-@_compiled(_tuple(_I64, 2), _INTS_2D, _INTS, _I64, _I64, _INTS_2D, _INTS)
-def ready_decodes(numbers, running, count, most, step, listed):  # type: ignore[no-untyped-def]
+@_compiled(_tuple(_I64, 4), _INTS_2D, _INTS, _INTS, _I64, _I64, _I64, _I64, _INTS_2D, _INTS)
+def ready_decodes(numbers, drafts, running, count, most, deep, block_size, step, listed):  # type: ignore[no-untyped-def]
     """Puts the decodes that are ready into `step`, the first `most` in the order of `running`.
 
-    Returns how many, and how many of them (their slots are in `listed`) need a block first.
+    With each go the tokens to be drafted behind it: what the sequence allows (`drafts`) and may still come to know, at
+    most `deep`; with `block_size` 0 what the blocks held can take.
+    Returns how many decodes, how many of them (listed) need blocks first, how many blocks, and the tokens of all.
     """
-    taken, short = 0, 0
+    taken, short, needed, width = 0, 0, 0, 0
     for i in range(count):
         if taken == most:
             break
@@ -125,14 +130,21 @@ def ready_decodes(numbers, running, count, most, step, listed):  # type: ignore[
         row = numbers[slot]
         if row[COMPUTED] < row[PROMPT] or row[IN_FLIGHT] > 0:
             continue
+        draft = max(0, min(drafts[slot], deep, row[LIMIT] - row[KNOWN] - 1))
+        if block_size == 0:
+            draft = max(0, min(draft, row[ROOM] - row[COMPUTED] - 1))
         step[SLOT, taken] = slot
         step[START, taken] = row[COMPUTED]
-        step[LENGTH, taken] = 1
-        taken += 1
-        if row[COMPUTED] == row[ROOM]:
-            listed[short] = slot
+        step[LENGTH, taken] = 1 + draft
+        step[DRAFT, taken] = draft
+        lacks = row[COMPUTED] + 1 + draft - row[ROOM]
+        if lacks > 0:
+            listed[short] = taken
             short += 1
-    return taken, short
+            needed += 1 if block_size == 0 else (lacks + block_size - 1) // block_size
+        taken += 1
+        width += 1 + draft
+    return taken, short, needed, width
 
 
 @_compiled(_I64, _INTS_2D, _INTS, _I64)
@@ -168,9 +180,10 @@ def depart(numbers, step, width, emits):  # type: ignore[no-untyped-def]
         emits[i] = start + length >= row[KNOWN]
         emitting += emits[i]
         tokens += length
-        if length == 1:
-            decodes += 1
-            decode_context += start
+        if length == 1 + step[DRAFT, i]:  # every token reads the whole context for itself
+            decodes += length
+            decode_context += length * start + length * (length - 1) // 2
+            emitting += emits[i] * (length - 1)
         else:
             chunk_context += start
             pairs += length * (2 * start + length + 1) // 2
@@ -181,7 +194,10 @@ def depart(numbers, step, width, emits):  # type: ignore[no-untyped-def]
 @_compiled(_tuple(_I64, 2), _INTS_2D, _INTS_2D, _BYTES, _I64, _INTS)
 def arrive(numbers, step, tokens, block_size, listed):  # type: ignore[no-untyped-def]
     """A step is done and slice i yielded tokens[i]; slot -1 is passed over. Lists the slices that filled a block with a
-    known hash. Returns the sum of tokens, and how many are listed."""
+    known hash. Returns the sum of tokens, and how many are listed.
+
+    Of a slice with drafted tokens those that did not stay are not computed, whatever the cache holds of them.
+    """
     total, filled = 0, 0
     for i in range(step.shape[1]):
         slot = step[SLOT, i]
@@ -189,6 +205,9 @@ def arrive(numbers, step, tokens, block_size, listed):  # type: ignore[no-untype
             continue
         row = numbers[slot]
         end = step[START, i] + step[LENGTH, i]
+        if step[DRAFT, i] > 0:
+            end = step[START, i] + tokens[i]
+            row[SCHEDULED] = end
         if row[COMPUTED] // block_size < min(end // block_size, row[HASHED]):
             listed[filled] = i
             filled += 1

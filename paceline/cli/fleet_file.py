@@ -7,7 +7,10 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paceline.core.request import MAX_DRAFT_TOKENS
+
 Quantization = Literal["none", "int8"]  # engine.linear.QUANTIZATIONS, without torch
+Drafter = Literal["none", "ngram"]
 
 
 class Goals(BaseModel):
@@ -18,6 +21,14 @@ class Goals(BaseModel):
     tbt: float | None = Field(default=None, gt=0)
 
 
+class Speculation(BaseModel):
+    """Who drafts tokens for the model, and how many a step at most."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    drafter: Drafter = "none"
+    max_draft_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
+
+
 class Entry(BaseModel):
     """One model of the fleet."""
 
@@ -26,6 +37,7 @@ class Entry(BaseModel):
     source: str
     quantization: Quantization = "none"
     slo: Goals = Goals()
+    speculation: Speculation = Speculation()
 
 
 class FleetFile(BaseModel):
@@ -61,8 +73,9 @@ def _first(error: ValidationError) -> str:
     if mistake["type"] != "extra_forbidden":
         return f"{where}: {mistake['msg']}"
     key = str(mistake["loc"][-1])
-    parents = {1: FleetFile, 3: Entry, 4: Goals}  # by the length of models.INDEX.slo.KEY
-    valid = list(parents[len(mistake["loc"])].model_fields)
+    parents = {"models": Entry, "slo": Goals, "speculation": Speculation}  # by the last name before the key
+    names = [part for part in mistake["loc"][:-1] if isinstance(part, str)]
+    valid = list((parents[names[-1]] if names else FleetFile).model_fields)
     near = difflib.get_close_matches(key, valid, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{where}: unknown key; {hint}valid are {', '.join(valid)}"

@@ -47,6 +47,7 @@ class Model:
     slo: SLO = NO_SLO
     profile: Profile | None = None
     budget: GoalBudget | None = None  # None: as wide as the token budget, always
+    max_draft_tokens: int = 0
 
 
 def serve(
@@ -134,7 +135,9 @@ def find_models(
     for index, entry in enumerate(entries):
         path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
         goals = SLO(ttft=entry.slo.ttft, tbt=entry.slo.tbt)
-        models.append(Model(name, path, Tokenizer.load(path), entry.quantization, goals))
+        speculation = entry.speculation
+        draft = 0 if speculation.drafter == "none" else speculation.max_draft_tokens
+        models.append(Model(name, path, Tokenizer.load(path), entry.quantization, goals, max_draft_tokens=draft))
     twice = [m.name for m in models if [n.name for n in models].count(m.name) > 1]
     if twice:
         raise ValueError(f"served-model-name: two models are called {twice[0]!r}; name them apart")
@@ -161,7 +164,9 @@ def paced(model: Model, maximum: int, fixed: bool, threads: int | None, options:
 def worker_config(model: Model, limits: dict[str, int | None]) -> WorkerConfig:
     options = WorkerOptions(str(model.path), quantization=model.quantization, **limits)
     predict = model.profile.step_time.seconds if model.profile else None
-    return WorkerConfig(model.name, options.command, model.tokenizer.eos_ids, model.slo, model.budget, predict)
+    return WorkerConfig(
+        model.name, options.command, model.tokenizer.eos_ids, model.slo, model.budget, predict, model.max_draft_tokens
+    )
 
 
 async def run(

@@ -27,17 +27,18 @@ class StepShape(NamedTuple):
 
     tokens: int = 0  # new ones: rows of the linear layers
     emits: int = 0  # slices that yield a token: rows of the head
-    decodes: int = 0  # slices of one token
+    decodes: int = 0  # slices of one token, and the tokens of verifications
     decode_context: int = 0  # tokens that those read from the KV cache
     chunk_context: int = 0  # likewise the longer slices
     chunk_pairs: int = 0  # query-key pairs of the longer slices: length * (2 start + length + 1) / 2 each
     chunks: int = 0  # how many longer slices
 
-    def add(self, start: int, length: int, emits: bool) -> "StepShape":
-        """The shape with one slice more."""
-        if length == 1:
+    def add(self, start: int, length: int, emits: bool, num_draft: int = 0) -> "StepShape":
+        """The shape with one slice more. A verification counts as as many decodes as it has tokens."""
+        if length == 1 + num_draft:
+            context = self.decode_context + length * start + length * (length - 1) // 2
             return StepShape(
-                self.tokens + 1, self.emits + emits, self.decodes + 1, self.decode_context + start, *self[4:]
+                self.tokens + length, self.emits + emits * length, self.decodes + length, context, *self[4:]
             )
         context = self.chunk_context + start
         pairs = self.chunk_pairs + length * (2 * start + length + 1) // 2
@@ -56,11 +57,12 @@ class Batch:
     sequences: Seq[Sequence] = field(compare=False, repr=False)
     starts: Seq[int]
     lengths: Seq[int]
-    emits: bytes  # 1: the slice reaches the last known token and yields one
+    emits: bytes  # 1: the slice reaches the last known token and yields one, or more where tokens are drafted
     num_decodes: int
     shape: StepShape
     predicted: float | None = None  # seconds in the engine
     preempted: tuple[Sequence, ...] = field(default=(), compare=False)  # lost their KV blocks for this batch
+    drafts: Seq[int] | None = None  # tokens of each slice that are to be drafted, at most; None: nowhere any
 
     @property
     def num_tokens(self) -> int:
@@ -69,10 +71,11 @@ class Batch:
     @property
     def slices(self) -> tuple[Slice, ...]:
         """The rows. Made when asked for: what happens every step goes over the columns."""
-        columns = zip(self.sequences, self.starts, self.lengths, self.emits, strict=True)
+        drafts = self.drafts or [0] * len(self.starts)
+        columns = zip(self.sequences, self.starts, self.lengths, self.emits, drafts, strict=True)
         return tuple(
-            Slice(sequence, start, length, index < self.num_decodes, emits == 1)
-            for index, (sequence, start, length, emits) in enumerate(columns)
+            Slice(sequence, start, length, index < self.num_decodes, emits == 1, num_draft)
+            for index, (sequence, start, length, emits, num_draft) in enumerate(columns)
         )
 
 

@@ -13,6 +13,7 @@ class SLO:
 
 
 NO_SLO = SLO()
+MAX_DRAFT_TOKENS = 16  # a step, of a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None  # top log-probabilities beside the chosen token's; 0 is the chosen one alone
     prompt_logprobs: int | None = None
+    max_draft_tokens: int | None = None  # the most to draft in a step; None: as the model is served
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Request:
     model: str = ""
     slo: SLO = NO_SLO
     prefix: tuple[int, ...] = ()  # chained hash of every full block of the prompt; empty: not to be cached
+    max_draft_tokens: int = 0  # the most to draft in a step
 
 
 # Columns of a group's table of sequences, in tokens unless said otherwise

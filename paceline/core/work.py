@@ -23,7 +23,10 @@ class NewSequence:
 
 
 class SliceWork(NamedTuple):
-    """Compute tokens [start, start + length); blocks[first_block:] of the sequence's table become `blocks`."""
+    """Compute tokens [start, start + length); blocks[first_block:] of the sequence's table become `blocks`.
+
+    The last `num_draft` of them are not known: as many, or fewer, are to be drafted and verified.
+    """
 
     id: int
     start: int
@@ -31,6 +34,7 @@ class SliceWork(NamedTuple):
     emits: bool
     first_block: int
     blocks: list[int]
+    num_draft: int = 0
 
 
 class TokenLogprobs(NamedTuple):
@@ -46,10 +50,12 @@ class TokenLogprobs(NamedTuple):
 class SliceOutput(NamedTuple):
     """What one slice gave."""
 
-    tokens: list[int]  # emitted
+    tokens: list[int]  # emitted: drafted ones that stay, and one more
     logprobs: Seq[TokenLogprobs] = ()  # per emitted token, when asked for
     prompt_logprobs: Seq[TokenLogprobs] = ()  # of prompt tokens [start + 1, end + 1), likewise
     error: str = ""  # this sequence failed; the others of the step did not
+    num_draft: int = 0  # tokens drafted
+    num_accepted: int = 0  # of those, emitted
 
 
 @dataclass(frozen=True, slots=True)

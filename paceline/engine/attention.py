@@ -29,6 +29,7 @@ class SliceSpan(NamedTuple):
     start: int
     length: int
     blocks: Seq[int]
+    drafted: bool = False  # treated as rows whatever the length, so that its bits are those of single tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,13 @@ def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, devi
     begins = np.cumsum(lengths) - lengths
     positions = np.arange(lengths.sum()) + np.repeat(starts - begins, lengths)
     # the blocks that are written to, span after span, and where each token's is among them
-    touched = [np.asarray(b[start // block_size : -(-(start + n) // block_size)], np.int64) for start, n, b in spans]
+    touched = [np.asarray(b[start // block_size : -(-(start + n) // block_size)], np.int64) for start, n, b, _ in spans]
     counts = np.array([len(some) for some in touched])
     first = np.cumsum(counts) - counts - starts // block_size
     blocks = np.concatenate(touched)[positions // block_size + np.repeat(first, lengths)]
     placed = list(zip(begins.tolist(), spans, strict=True))
-    chunks = [at for at in placed if at[1].length > SHORT]
-    rows = [at for at in placed if at[1].length <= SHORT]
+    chunks = [at for at in placed if at[1].length > SHORT and not at[1].drafted]
+    rows = [at for at in placed if at[1].length <= SHORT or at[1].drafted]
     windows = set(config.windows)
     return StepPlan(
         positions=torch.from_numpy(positions).to(device),
@@ -110,7 +111,7 @@ def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, devi
 def _plan_chunk(
     begin: int, span: SliceSpan, window: int | None, kv_heads: int, block_size: int, device: str
 ) -> Chunk:
-    start, length, blocks = span
+    start, length, blocks, _ = span
     stop = start + length
     table = torch.from_numpy(np.array(blocks[: -(-stop // block_size)], np.int64))
     if _tiled(device):

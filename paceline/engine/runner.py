@@ -6,6 +6,7 @@ A fault that belongs to one sequence is that sequence's answer; the others of th
 
 import ctypes
 from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.sampler import SamplingState
 from paceline.engine.weights import Checkpoint
+from paceline.speculation import ngram
 
 # Bytes that steps leave behind: oneDNN's compiled kernels, one per layer shape and row count, and what the allocator
 # keeps. Measured 58 and 66 MiB after steps of seven sizes with the shapes of Llama 3.2 1B and Qwen 2.5 0.5B.
@@ -35,8 +37,9 @@ LOGIT_ROWS = 64  # logits at a time: bounds their memory where every prompt toke
 class _Sequence:
     """What the engine remembers of a sequence."""
 
-    tokens: list[int]  # known: prompt and generated
+    tokens: array  # known: prompt and generated
     num_prompt: int
+    stops: frozenset[int]  # ids that end it
     prompt_top: int | None  # prompt_logprobs of its parameters
     state: SamplingState
     blocks: array = field(default_factory=lambda: array("q"))  # ids, as NumPy reads them without a copy
@@ -49,7 +52,10 @@ class _Job:
     work: SliceWork
     sequence: _Sequence | None = None
     span: SliceSpan | None = None
+    draft: list[int] = field(default_factory=list)
+    accepted: int = 0  # of it
     begin: int = 0  # where its rows are among the step's hidden states
+    first_row: int = 0  # and its logits among those of its part
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -58,7 +64,19 @@ class _Job:
     def output(self) -> SliceOutput:
         if self.error:
             return SliceOutput([], error=self.error)
-        return SliceOutput(self.tokens, self.logprobs, self.prompt_logprobs)
+        return SliceOutput(self.tokens, self.logprobs, self.prompt_logprobs, "", len(self.draft), self.accepted)
+
+    def take(self, token: int, logprob: TokenLogprobs | None) -> bool:
+        """Emits a token; True where the next row counts too, since it was computed behind this very token."""
+        sequence, place = self.sequence, len(self.tokens)
+        sequence.state.observe(token)
+        sequence.tokens.append(token)
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        same = place < len(self.draft) and token == self.draft[place]
+        self.accepted += same
+        return same and token not in sequence.stops
 
 
 class ModelRunner:
@@ -161,7 +179,11 @@ class ModelRunner:
         except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone
             self.sequences[new.id] = f"{type(error).__name__}: {error}"
             return
-        self.sequences[new.id] = _Sequence(list(new.tokens), new.num_prompt, new.params.prompt_logprobs, state)
+        params = new.params
+        stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else config.eos_ids)
+        self.sequences[new.id] = _Sequence(
+            array("q", new.tokens), new.num_prompt, stops, params.prompt_logprobs, state
+        )
 
     def _prepare(self, job: _Job) -> None:
         """Updates the block table and checks the slice."""
@@ -170,15 +192,18 @@ class ModelRunner:
             job.error = sequence or f"sequence {work.id} is not known"
             return
         sequence.blocks[work.first_block :] = array("q", work.blocks)
-        end = work.start + work.length
-        job.sequence, job.span = sequence, SliceSpan(work.start, work.length, sequence.blocks)
+        end = work.start + work.length - work.num_draft
+        if work.num_draft:
+            job.draft = ngram.propose(np.frombuffer(sequence.tokens, np.int64), work.num_draft)
+        job.sequence = sequence
+        job.span = SliceSpan(work.start, end + len(job.draft) - work.start, sequence.blocks, bool(job.draft))
         vocabulary, blocks = self.decoder.config.vocab_size, self.info.num_blocks
         if not 0 <= work.start < end <= len(sequence.tokens):
             job.error = f"tokens [{work.start}, {end}) of {len(sequence.tokens)} known"
         elif work.emits and end != len(sequence.tokens):
             job.error = f"emits after token {end} of {len(sequence.tokens)} known"
-        elif len(sequence.blocks) * self.info.block_size < end:
-            job.error = f"{len(sequence.blocks)} blocks are too few for {end} tokens"
+        elif len(sequence.blocks) * self.info.block_size < work.start + work.length:
+            job.error = f"{len(sequence.blocks)} blocks are too few for {work.start + work.length} tokens"
         elif not all(0 <= block < blocks for block in work.blocks):
             job.error = f"block ids must be from 0 to {blocks - 1}"
         elif not all(0 <= token < vocabulary for token in sequence.tokens[work.start : end]):
@@ -193,7 +218,11 @@ class ModelRunner:
             return torch.empty(0, self.decoder.config.hidden, device=self.device)
         try:
             plan = plan_step([job.span for job in jobs], self.decoder.config, self.info.block_size, self.device)
-            tokens = [token for job in jobs for token in job.sequence.tokens[job.span.start :][: job.span.length]]
+            tokens = [
+                token
+                for job in jobs
+                for token in (*job.sequence.tokens[job.span.start :][: job.span.length], *job.draft)
+            ]
             return self.decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, self._progress)
         except Exception as error:
             if len(jobs) > 1:
@@ -208,7 +237,7 @@ class ModelRunner:
         """Of prompt tokens [start + 1, end + 1), for sequences that asked."""
         for job in jobs:
             sequence, start = job.sequence, job.span.start
-            targets = sequence.tokens[start + 1 : min(start + job.span.length + 1, sequence.num_prompt)]
+            targets = sequence.tokens[start + 1 : min(start + job.span.length + 1, sequence.num_prompt)].tolist()
             if sequence.prompt_top is None or not targets:
                 continue
             try:
@@ -221,39 +250,58 @@ class ModelRunner:
                 job.error = f"{type(error).__name__}: {error}"
 
     def _emit(self, jobs: list[_Job], hidden: Tensor) -> float:
-        """Samples one token for each job and appends it; seconds that the logits took."""
+        """Samples a token for each job, and one more as long as those are what was drafted; seconds that logits took.
+
+        Every row is sampled as without a draft, with the noise of its position and after the tokens before it: what is
+        emitted is the same (coupled speculation, Daliri et al., 2024).
+        """
         seconds = 0.0
-        for begin in range(0, len(jobs), LOGIT_ROWS):
-            some = jobs[begin : begin + LOGIT_ROWS]
-            started = perf_counter()
-            last = torch.tensor([job.begin + job.span.length - 1 for job in some], device=self.device)
-            logits = self.decoder.logits(hidden.index_select(0, last))
+        for some in _in_parts(jobs):
+            started, rows = perf_counter(), []
+            for job in some:
+                job.first_row, end = len(rows), job.begin + job.span.length
+                rows += range(end - 1 - len(job.draft), end)
+            logits = self.decoder.logits(hidden.index_select(0, torch.tensor(rows, device=self.device)))
             seconds += perf_counter() - started
-            self._sample(some, logits)
+            while some:
+                index = [job.first_row + len(job.tokens) for job in some]
+                together = index[-1] - index[0] == len(index) - 1  # nothing has to be copied
+                some = self._sample(some, logits[index[0] : index[-1] + 1] if together else logits[index])
             self._tick()
         return seconds
 
-    def _sample(self, jobs: list[_Job], logits: Tensor) -> None:
+    def _sample(self, jobs: list[_Job], logits: Tensor) -> list[_Job]:
+        """A token for each of the jobs, from its row of logits; those whose next row counts too."""
         states = [job.sequence.state for job in jobs]
-        positions = [job.span.start + job.span.length for job in jobs]
+        positions = [len(job.sequence.tokens) for job in jobs]
         try:
             tokens, logprobs = sampler.sample(logits, states, positions)
         except Exception as error:
             if len(jobs) == 1:
                 jobs[0].error = f"{type(error).__name__}: {error}"
-                return
-            for row, job in enumerate(jobs):
-                self._sample([job], logits[row : row + 1])
-            return
+                return []
+            return [one for row, job in enumerate(jobs) for one in self._sample([job], logits[row : row + 1])]
+        going = []
         for job, token, logprob in zip(jobs, tokens, logprobs, strict=True):
             if token < 0:
                 job.error = "the model gave no distribution (logits are NaN or infinite)"
-                continue
-            job.sequence.state.observe(token)
-            job.sequence.tokens.append(token)
-            job.tokens.append(token)
-            if logprob is not None:
-                job.logprobs.append(logprob)
+            elif job.take(token, logprob):
+                going.append(job)
+        return going
+
+
+def _in_parts(jobs: list[_Job]) -> Iterator[list[_Job]]:
+    """Jobs with at most LOGIT_ROWS rows of logits, or one."""
+    part: list[_Job] = []
+    rows = 0
+    for job in jobs:
+        rows += 1 + len(job.draft)
+        if part and rows > LOGIT_ROWS:
+            yield part
+            part, rows = [], 1 + len(job.draft)
+        part.append(job)
+    if part:
+        yield part
 
 
 def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:

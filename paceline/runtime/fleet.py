@@ -152,7 +152,10 @@ class LocalFleet:
         handle = next(self._ids)
         hasher = BlockHasher(f"{model}/{namespace}", group.info.block_size)
         seq = RunningSequence(f"{handle}", handle, tokens, params, sink, group.config.eos_ids, hasher)
-        request = Request(seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, seq.prefix)
+        draft = group.config.max_draft_tokens
+        if params.max_draft_tokens is not None:
+            draft = min(draft, params.max_draft_tokens)
+        request = Request(seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, seq.prefix, draft)
         group.sequences[seq.id] = seq
         self.driver.post(Submit(request, admitted))
         refusal = next((e for e in self.driver.flush() if e.kind == "rejected" and e.request == seq.id), None)

@@ -36,6 +36,7 @@ class WorkerConfig:
     slo: SLO = NO_SLO  # `ttft` of requests that bring none of their own
     budget: Budget | None = None
     predict: Callable[[StepShape], float] | None = None  # seconds of a step
+    max_draft_tokens: int = 0  # of a sequence in a step; 0: nobody drafts
 
 
 @dataclass(slots=True)

@@ -74,7 +74,8 @@ class Offline:
             hasher = BlockHasher("", self._block_size)
             seq = RunningSequence(str(index), index, tokens, params[index], sink, self.eos_ids, hasher)
             self._running[seq.id] = seq
-            request = Request(seq.id, len(tokens), params[index].max_tokens, sink.arrival, prefix=seq.prefix)
+            most, draft = params[index].max_tokens, params[index].max_draft_tokens or 0
+            request = Request(seq.id, len(tokens), most, sink.arrival, prefix=seq.prefix, max_draft_tokens=draft)
             future.append(Submit(request))
         self._begin = time.perf_counter()
         inputs: list[Input] = []

@@ -73,8 +73,9 @@ class RunningSequence:
             self.blocks_sent = 0
         first, blocks = self.blocks_sent, sequence.blocks
         self.blocks_sent = len(blocks)
-        emits = batch.emits[index] == 1
-        return SliceWork(self.handle, batch.starts[index], batch.lengths[index], emits, first, blocks[first:])
+        emits, num_draft = batch.emits[index] == 1, batch.drafts[index] if batch.drafts else 0
+        start, length = batch.starts[index], batch.lengths[index]
+        return SliceWork(self.handle, start, length, emits, first, blocks[first:], num_draft)
 
     def take(self, output: SliceOutput) -> str | None:
         """Appends emitted tokens; answers why the sequence ends here, if it does: "stop" or "length"."""

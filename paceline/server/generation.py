@@ -80,6 +80,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.completion_tokens = 0
+        self.drafted = self.accepted = 0  # tokens
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.checks_stop = bool(options.stops)
         self.started = False  # has given its first output
@@ -112,6 +113,8 @@ class Choice:
 
     def _push(self, output: SliceOutput, finish: str | None) -> bool:
         self.prompt_logprobs += output.prompt_logprobs
+        self.drafted += output.num_draft
+        self.accepted += output.num_accepted
         tokens = output.tokens
         if not tokens and finish is None:
             return False

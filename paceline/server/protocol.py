@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from paceline.core.request import SLO, SamplingParams
+from paceline.core.request import MAX_DRAFT_TOKENS, SLO, SamplingParams
 from paceline.server.errors import bad_request
 from paceline.server.fields import (
     MAX_CHOICES,
@@ -109,6 +109,16 @@ class StreamOptions(BaseModel):
     _nulls = model_validator(mode="before")(_drop_nulls)
 
 
+class Speculation(BaseModel):
+    """Whether tokens may be drafted for this request, and how many a step. Answers do not depend on it."""
+
+    model_config = STRICT
+    enabled: bool = True
+    max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] = MAX_DRAFT_TOKENS
+
+    _nulls = model_validator(mode="before")(_drop_nulls)
+
+
 class Generate(BaseModel):
     """What the two generating routes have in common."""
 
@@ -132,6 +142,7 @@ class Generate(BaseModel):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    speculation: Speculation = Speculation()
     # taken and ignored
     user: Text = ""
     metadata: Metadata | None = None
@@ -291,6 +302,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, max_tokens: int) -
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        max_draft_tokens=request.speculation.max_draft_tokens if request.speculation.enabled else 0,
     )
 
 

@@ -13,10 +13,18 @@ from paceline.server.generation import Choice, Entry, Piece
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
+class CompletionDetails(msgspec.Struct):
+    """Of drafted tokens: those that became part of the answer, and those that did not."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator, Callable
 
 import msgspec
 from fastapi import Response
+from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
 from paceline.server.errors import ApiError
 from paceline.server.generation import Entry, Generation, Piece
-from paceline.server.replies import Style, Usage
+from paceline.server.replies import CompletionDetails, Style, Usage
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -20,7 +21,10 @@ def usage_of(generation: Generation) -> Usage:
     """Prompts count once, whatever their number of choices."""
     prompt = sum(len(prompt.tokens) for prompt in generation.job.prompts)
     completion = sum(choice.completion_tokens for choice in generation.choices)
-    return Usage(prompt, completion, prompt + completion)
+    drafted = sum(choice.drafted for choice in generation.choices)
+    accepted = sum(choice.accepted for choice in generation.choices)
+    details = CompletionDetails(accepted, drafted - accepted) if drafted else UNSET
+    return Usage(prompt, completion, prompt + completion, details)
 
 
 @contextlib.asynccontextmanager

@@ -71,16 +71,21 @@ def replay(controller: Controller, log: Iterable[Turn]) -> list[Event]:
 
 
 class FixedOutputs:
-    """Plays a model that gives every request a known number of tokens."""
+    """Plays a model that gives every request a known number of tokens.
 
-    def __init__(self, lengths: dict[str, int]) -> None:
-        self._left = dict(lengths)
+    `stay` says how many of a request's drafted tokens do, where some are drafted.
+    """
+
+    def __init__(self, lengths: dict[str, int], stay: Callable[[str, int], int] = lambda request, drafted: 0) -> None:
+        self._left, self._stay = dict(lengths), stay
 
     def __call__(self, batch: Batch) -> StepResult:
         result = StepResult(bytearray(batch.emits))
         for index, (request, emits) in enumerate(zip(batch.requests, batch.emits, strict=True)):
             if emits:
-                self._left[request] -= 1
+                drafted = batch.drafts[index] if batch.drafts else 0
+                result.tokens[index] = min(1 + self._stay(request, drafted), self._left[request])
+                self._left[request] -= result.tokens[index]
                 if not self._left[request]:
                     result.finished.append((index, "length"))
         return result

@@ -18,7 +18,9 @@ from paceline.simulator.driver import FixedOutputs, simulate
 TAKE_ALL_DECODES = {"orca", "sarathi_2023", "sarathi_2023_tile_aligned", "sarathi_serve", "paceline"}
 KEEP_TO_THE_BUDGET = {"sarathi_serve", "paceline", "chunked_prefill_only"}
 REQUESTS = st.lists(
-    st.tuples(st.integers(0, 200), st.integers(1, 40), st.integers(1, 20), st.integers(0, 2)), min_size=1, max_size=14
+    st.tuples(st.integers(0, 200), st.integers(1, 40), st.integers(1, 20), st.integers(0, 2), st.integers(0, 5)),
+    min_size=1,
+    max_size=14,
 )
 LIMITS = st.builds(
     SchedulerConfig,
@@ -60,7 +62,7 @@ class Checked:
         assert len(written) == len(set(written)), "two sequences write the same block"
         shape = StepShape()
         for item in batch.slices:
-            shape = shape.add(item.start, item.length, item.emits)
+            shape = shape.add(item.start, item.length, item.emits, item.num_draft)
         assert batch.shape == shape
         return 10 + batch.num_tokens
 
@@ -82,10 +84,18 @@ def shared_prefixes(family: int, prompt: int, size: int) -> tuple[int, ...]:
 def test_every_run_keeps_the_invariants(policy, pipeline, rows, limits, cancelled, cancel_time):
     controller = Controller([GroupConfig(scheduler=limits, policy=policy, pipeline=pipeline)])
     requests = [
-        Request(str(i), prompt, output, arrival=arrival, prefix=shared_prefixes(family, prompt, limits.block_size))
-        for i, (arrival, prompt, output, family) in enumerate(rows)
+        Request(
+            str(i),
+            prompt,
+            output,
+            arrival=arrival,
+            prefix=shared_prefixes(family, prompt, limits.block_size),
+            max_draft_tokens=draft,
+        )
+        for i, (arrival, prompt, output, family, draft) in enumerate(rows)
     ]
-    outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
+    rng = random.Random(len(rows))
+    outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: rng.randint(0, drafted))
     cancels = [(cancel_time, str(i)) for i in cancelled]
     trace = simulate(controller, requests, Checked(controller), outputs, cancels)
     scheduler = controller.groups[0].scheduler

@@ -29,6 +29,8 @@ def test_a_fleet_file_names_its_models(tmp_path):
         ("models:\n  - {name: a, source: x, slo: {tpt: 1}}\n", r"models.0.slo.tpt: .*mean 'tbt'\? valid are ttft, tbt"),
         ("models:\n  - {name: a, source: x, slo: {tbt: 0}}\n", "models.0.slo.tbt: .*greater than 0"),
         ("models:\n  - {name: a, source: x, quantization: int3}\n", "models.0.quantization: .*'none' or 'int8'"),
+        ("models:\n  - {name: a, source: x, speculation: {draft: x}}\n", r"speculation.draft: .*mean 'drafter'\?"),
+        ("models:\n  - {name: a, source: x, speculation: {drafter: x}}\n", "speculation.drafter: .*'none' or 'ngram'"),
         ("models: []\n", "models"),
         ("models:\n  - {name: 3, source: x}\n", "models.0.name"),
         (GOOD + "  - {name: a, source: builtin:coder}\n", "'a' is there twice"),
@@ -90,3 +92,8 @@ def test_names_must_fit_the_models():
         find_models(["builtin:coder"], ["a", "b"])
     with pytest.raises(ValueError, match="served-model-name"):
         find_models(["builtin:coder", "builtin:coder"], [])
+
+
+def test_speculation_is_a_key_of_a_model(tmp_path):
+    text = GOOD.replace("builtin:coder}", "builtin:coder, speculation: {drafter: ngram, max_draft_tokens: 6}}", 1)
+    assert [m.max_draft_tokens for m in find_models([str(write(tmp_path, text))], [])] == [6, 0]

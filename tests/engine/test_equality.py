@@ -96,6 +96,39 @@ def test_preemption_for_want_of_memory_changes_nothing(runner, prompts, referenc
     assert preemptions > 0 and together == alone
 
 
+@pytest.mark.parametrize(
+    ("budget", "draft", "every"),
+    [(512, 1, 0), (512, 4, 0), (64, 8, 0), (16, 3, 9), (512, 8, 5), (7, 2, 12), (4096, 5, 5)],
+)
+def test_drafts_change_nothing(runner, prompts, reference, budget, draft, every):
+    chosen, alone = reference
+    drafted = [replace(one, max_draft_tokens=draft) for one in chosen]
+    together, preemptions = run(runner, prompts, drafted, budget, policy=forced(every) if every else None)
+    assert together == alone and (preemptions > 5) == bool(every)
+
+
+@pytest.mark.parametrize("draft", [3, 8])
+def test_drafts_give_way_when_memory_is_short(runner, prompts, reference, draft):
+    chosen, alone = reference
+    tight = 1 + max(-(-(len(p) + OUTPUT) // 16) for p in prompts)
+    drafted = [replace(one, max_draft_tokens=draft) for one in chosen]
+    together, preemptions = run(runner, prompts, drafted, 64, num_blocks=tight)
+    assert preemptions > 0 and together == alone
+
+
+def test_steps_yield_several_tokens(runner, prompts, reference):
+    chosen, alone = reference
+    steps = []
+    for one, params, tokens in zip(prompts, chosen, alone, strict=True):
+        offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(num_blocks=NUM_BLOCKS)))
+        offline.on_step = lambda batch, forward_s, sample_s: steps.append(batch.num_tokens)
+        text = [*one, *tokens, *one]  # what came once may come again
+        (output,) = offline.generate([text], [replace(params, max_draft_tokens=6)])
+        assert len(output.tokens) == OUTPUT
+        offline.controller.groups[0].scheduler.check()
+    assert len(steps) < 0.9 * OUTPUT * len(prompts)
+
+
 def test_seeded_sampling_is_sampling(reference):
     chosen, alone = reference
     if chosen[0].temperature:

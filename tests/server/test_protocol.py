@@ -38,6 +38,7 @@ COMMON: dict[str, list[Any]] = {
     "include_stop_str_in_output": FLAG,
     "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,
+    "speculation": [1, "x", [], {"enabled": 1}, {"max_draft_tokens": 17}, {"max_draft_tokens": -1}, {"unknown": 1}],
     "add_special_tokens": FLAG,
     "user": TEXT,
     "metadata": [1, "x", [], {"a": 1}, {"a": "x" * 513}, {"x" * 65: "a"}, {str(i): "a" for i in range(17)}],

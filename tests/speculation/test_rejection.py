@@ -1,0 +1,235 @@
+"""Acceptance leaves the target's law as it is, and every mistake that others shipped would show."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.speculation import rejection
+from tests.speculation import oracle
+
+EXACT = 1e-12
+
+
+def models(vocabulary: int = 3, zeros: float = 0.0) -> tuple[oracle.Model, oracle.Model]:
+    target = oracle.toy("target", vocabulary, zeros)
+    return target, oracle.mixed(target, oracle.toy("draft", vocabulary, zeros), 0.3)
+
+
+def error(block: bool, drafted: int = 3, **mistake: object) -> float:
+    """Of the joint law of four tokens."""
+    target, draft = models()
+    law = oracle.speculative(target, draft, lambda context: drafted, 4, block, **mistake)
+    return oracle.distance(law, oracle.ordinary(target, 4))
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+@pytest.mark.parametrize(
+    ("vocabulary", "drafted", "length"), [(3, 1, 4), (3, 2, 4), (3, 3, 4), (4, 3, 3), (3, 4, 3), (4, 4, 2)]
+)
+def test_the_law_is_the_targets(vocabulary: int, drafted: int, length: int, block: bool) -> None:
+    target, draft = models(vocabulary)
+    law = oracle.speculative(target, draft, lambda context: drafted, length, block)
+    assert oracle.distance(law, oracle.ordinary(target, length)) <= EXACT
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+@pytest.mark.parametrize("kind", ["filtered", "filtered target", "sure", "the same", "apart"])
+def test_the_law_is_the_targets_whatever_the_draft(kind: str, block: bool) -> None:
+    target = oracle.toy("target", 4, 0.4 if "filtered" in kind else 0.0)
+    draft = {
+        "filtered": oracle.toy("draft", 4, 0.4),
+        "filtered target": oracle.toy("draft", 4),
+        "sure": oracle.sure(oracle.toy("draft", 4)),  # as n-grams are
+        "the same": target,
+        "apart": oracle.toy("draft", 4, sharp=8.0),
+    }[kind]
+    law = oracle.speculative(target, draft, lambda context: 3, 3, block)
+    assert oracle.distance(law, oracle.ordinary(target, 3)) <= EXACT
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+def test_each_request_has_its_own_number_of_drafted_tokens(block: bool) -> None:
+    target, draft = models()
+    law = oracle.speculative(target, draft, lambda context: sum(context) * 2 % 5, 4, block)
+    assert oracle.distance(law, oracle.ordinary(target, 4)) <= EXACT
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+def test_in_float32_the_law_is_the_targets_up_to_rounding(block: bool) -> None:
+    assert error(block, dtype=torch.float32) < 1e-6
+
+
+def kept(block: bool, drafted: int) -> float:
+    """Tokens kept on average, behind an empty context."""
+    target, draft = models()
+    accepted: list[float] = []
+
+    def patterns(accept: list[float]) -> Iterable[tuple[tuple[bool, ...], float]]:
+        for passed, chance in oracle.independent(accept):
+            accepted.append(chance * rejection.count(Tensor(passed), torch.full((drafted,), 0.5), [drafted], block)[0])
+            yield passed, chance
+
+    total = 0.0
+    for first in oracle.product(range(3), repeat=drafted):
+        chance = oracle.prod(draft(first[:n])[token] for n, token in enumerate(first))
+        accepted.clear()
+        outcome = oracle._outcomes(
+            [((), first)], target, draft, block, rejection.acceptance, rejection.last_log_weights, torch.float64
+        )
+        list(patterns(outcome[0][0]))
+        total += chance * sum(accepted)
+    return total
+
+
+def test_block_verification_keeps_more() -> None:
+    assert kept(True, 1) == pytest.approx(kept(False, 1))
+    assert kept(True, 3) > kept(False, 3) + 0.01
+
+
+# Mistakes. Each is what some server did; the law must show it.
+
+
+def resampled_from_the_target(target: Tensor, draft: Tensor, weights: Tensor, lengths: list[int], n: list[int]):
+    return target[[begin + some for begin, some in zip(rejection._begins(lengths, 1), n, strict=True)]]
+
+
+def always_accepted(*args: object) -> tuple[Tensor, Tensor]:
+    accept, weights = rejection.acceptance(*args)
+    return torch.ones_like(accept), weights
+
+
+def without_weights(*args: object) -> tuple[Tensor, Tensor]:
+    accept, weights = rejection.acceptance(*args)
+    return accept, torch.ones_like(weights)
+
+
+def ratios_of_single_tokens(target: Tensor, draft: Tensor, tokens: Tensor, lengths: list[int], block: bool):
+    accept, _ = rejection.acceptance(target, draft, tokens, lengths, False)
+    return accept, rejection.acceptance(target, draft, tokens, lengths, True)[1]
+
+
+def one_uniform_for_all(accept: list[float]) -> Iterable[tuple[tuple[bool, ...], float]]:
+    edges = sorted({0.0, 1.0, *accept})
+    for low, high in zip(edges, edges[1:], strict=False):
+        yield tuple(p > low for p in accept), high - low
+
+
+def sharper(model: oracle.Model, power: float) -> oracle.Model:
+    def probabilities(context: oracle.Context) -> list[float]:
+        weights = [p**power for p in model(context)]
+        return [weight / sum(weights) for weight in weights]
+
+    return probabilities
+
+
+def rounded(model: oracle.Model) -> oracle.Model:
+    def probabilities(context: oracle.Context) -> list[float]:
+        weights = torch.tensor(model(context)).log().bfloat16().double().exp()
+        return (weights / weights.sum()).tolist()
+
+    return probabilities
+
+
+TARGET, DRAFT = models()
+MISTAKES = {
+    "resampled from the target": dict(last_log_weights=resampled_from_the_target),
+    "always accepted": dict(acceptance=always_accepted),
+    "the likeliest drafted, its probability taken": dict(drawn_from=oracle.sure(DRAFT)),
+    "drafted at another temperature": dict(drawn_from=sharper(DRAFT, 2.0)),
+    "drafted from rounded probabilities": dict(drawn_from=rounded(DRAFT)),
+    "one uniform for all positions": dict(patterns=one_uniform_for_all),
+    "the longest prefix at token level": dict(count=lambda *args: rejection.count(*args[:-1], True)),
+}
+BLOCK_MISTAKES = {
+    "a block's last token without p": dict(acceptance=without_weights),
+    "a block's tokens judged one by one": dict(acceptance=ratios_of_single_tokens),
+    "the first refusal ends a block": dict(count=lambda *args: rejection.count(*args[:-1], False)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_at_token_level_shows(mistake: str) -> None:
+    assert error(False, **MISTAKES[mistake]) > 1e-4
+
+
+@pytest.mark.parametrize("mistake", [*list(MISTAKES)[:5], *BLOCK_MISTAKES])
+def test_a_mistake_in_a_block_shows(mistake: str) -> None:
+    assert error(True, **(MISTAKES | BLOCK_MISTAKES)[mistake]) > 1e-4
+
+
+def test_one_uniform_for_all_shows_only_behind_the_first_token() -> None:
+    """Marginals of the first token would not tell: the reason why laws here are joint."""
+    target, draft = models()
+    law = oracle.speculative(target, draft, lambda context: 3, 1, False, patterns=one_uniform_for_all)
+    assert oracle.distance(law, oracle.ordinary(target, 1)) <= EXACT
+
+
+# Noise: `verify` itself, by statistics
+
+
+def emitted(block: bool, reuse: str = "", samples: int = 200_000) -> float:
+    """Chi-square over its degrees of freedom, of the first two tokens of `samples` verifications of two drafts."""
+    target, draft = models(4)
+    generator = torch.Generator().manual_seed(11)
+
+    def noise() -> Tensor:
+        return -(-torch.rand(samples, 4, generator=generator, dtype=torch.float64).log()).log()
+
+    def logs(model: oracle.Model, *tokens: Tensor) -> Tensor:
+        contexts = list(zip(*(part.tolist() for part in tokens), strict=True)) if tokens else [()] * samples
+        return torch.tensor([model(context) for context in contexts], dtype=torch.float64).log()
+
+    first_noise, second_noise = noise(), noise()
+    first = (logs(draft) + first_noise).argmax(1)
+    second = (logs(draft, first) + second_noise).argmax(1)
+    rows = torch.stack([logs(target), logs(target, first), logs(target, first, second)], 1).flatten(0, 1)
+    drafts = torch.stack([logs(draft), logs(draft, first)], 1).flatten(0, 1)
+    uniforms = torch.rand(samples, 2, generator=generator, dtype=torch.float64)
+    last = first_noise if reuse == "draft" else noise()
+    verdicts = rejection.verify(
+        rows, drafts, torch.stack([first, second], 1).flatten(), [2] * samples, uniforms.flatten(), last, block
+    )
+    seen: Counter[oracle.Context] = Counter()
+    follow = (logs(target, torch.tensor([token for _, token in verdicts])) + noise()).argmax(1).tolist()
+    for drafted, (count, token), behind in zip(
+        zip(first.tolist(), second.tolist(), strict=True), verdicts, follow, strict=True
+    ):
+        seen[(*drafted[:count], token, behind)[:2]] += 1
+    law = oracle.ordinary(target, 2)
+    return sum((seen[key] - samples * p) ** 2 / (samples * p) for key, p in law.items()) / (len(law) - 1)
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+def test_what_is_emitted_follows_the_target(block: bool) -> None:
+    assert emitted(block) < 3  # 15 degrees of freedom: exceeded once in 10,000 times
+
+
+def test_the_drafts_noise_for_the_last_token_shows() -> None:
+    assert emitted(False, reuse="draft") > 10
+
+
+def test_without_a_draft_the_token_is_the_targets() -> None:
+    target = torch.tensor([[0.2, 0.5, 0.3], [0.9, 0.05, 0.05]]).log()
+    nothing = torch.empty(0, 3)
+    got = rejection.verify(
+        target, nothing, torch.empty(0, dtype=torch.int64), [0, 0], torch.empty(0), torch.zeros(2, 3), True
+    )
+    assert got == [(0, 1), (0, 0)]
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+def test_a_difference_without_mass_stands_for_the_target(block: bool) -> None:
+    """Equal up to rounding: a refusal that should not happen does not leave a request without a distribution."""
+    target = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
+    _, weights = rejection.acceptance(target, target[:1], torch.tensor([1]), [1], block)
+    last = rejection.last_log_weights(target, target[:1], weights, [1], [0])
+    assert torch.equal(last, target[:1])
+
+
+def test_matching_counts_to_the_first_difference() -> None:
+    assert rejection.matching([0, 2, 3], [0, 2, 3, 9]) == 3
+    assert rejection.matching([0, 2, 3], [0, 1, 3, 9]) == 1
+    assert rejection.matching([0], [1, 1]) == 0 and rejection.matching([], [5]) == 0

@@ -1,0 +1,58 @@
+"""The real client against a server that drafts: the same answers as without, in fewer steps."""
+
+import openai
+import pytest
+
+from tests.system.server import Server
+
+FLEET = "models:\n  - {name: coder, source: 'builtin:coder', speculation: {drafter: ngram, max_draft_tokens: 6}}\n"
+PROMPT = "import os\nimport sys\n\nx = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1,"
+OFF = {"speculation": {"enabled": False}}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    fleet = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
+    fleet.write_text(FLEET)
+    with (
+        Server(str(fleet)) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "stop": ["import", ", 1]"]},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 0.8, "seed": 7, "n": 3},
+        {"temperature": 0.8, "seed": 8, "top_p": 0.9, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+        {"temperature": 0.6, "seed": 9, "logit_bias": {"17": 3}, "extra_body": {"min_tokens": 40, "top_k": 40}},
+    ],
+)
+def test_drafts_change_no_answer(client, request_):
+    request = {"model": "coder", "prompt": PROMPT, "max_tokens": 64, **request_}
+    without = client.completions.create(**request | {"extra_body": request.get("extra_body", {}) | OFF})
+    drafted = client.completions.create(**request)
+    for ours, alone in zip(drafted.choices, without.choices, strict=True):
+        assert (ours.text, ours.finish_reason) == (alone.text, alone.finish_reason)
+        if "logprobs" in request:
+            assert ours.logprobs.tokens == alone.logprobs.tokens
+            assert ours.logprobs.token_logprobs == pytest.approx(alone.logprobs.token_logprobs, abs=1e-5)
+    assert drafted.usage.completion_tokens == without.usage.completion_tokens
+    assert without.usage.completion_tokens_details is None
+
+
+def test_usage_says_what_became_of_drafts(client):
+    usage = client.completions.create(model="coder", prompt=PROMPT, max_tokens=64, temperature=0).usage
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 10 and details.rejected_prediction_tokens >= 0
+    assert details.accepted_prediction_tokens < usage.completion_tokens
+
+
+@pytest.mark.parametrize("value", [{"max_draft_tokens": 17}, {"enabled": 1}, {"drafts": 2}])
+def test_a_mistake_is_named(client, value):
+    with pytest.raises(openai.BadRequestError, match="speculation"):
+        client.completions.create(model="coder", prompt="a", extra_body={"speculation": value})
