@@ -80,7 +80,7 @@ def prefill_first_padded(scheduler: Scheduler) -> None:
 def sarathi_2023(scheduler: Scheduler) -> None:
     """Decode-maximal batches (SARATHI, 2023, section 4.3): all decodes and one chunk of a fixed size."""
     scheduler.decode()
-    one_chunk(scheduler, scheduler.config.token_budget)
+    one_chunk(scheduler, scheduler.config.token_budget - scheduler.num_drafted)
 
 
 def sarathi_2023_tile_aligned(scheduler: Scheduler) -> None:

@@ -202,8 +202,8 @@ class Scheduler:
         width = self.config.token_budget
         if self.budget is not None and (self.prompts or self.waiting):
             table = self.table
-            starts = table.step[START, : self._num_slices]
-            shape = StepShape(self.width, self.width, self.width, int(starts.sum()))
+            _, starts, lengths, _ = table.step[:, : self._num_slices]
+            shape = StepShape(self.width, self.width, self.width, int(starts @ lengths))
             tbt = compiled.tightest_tbt(table.numbers, table.tbt, table.running, table.count)
             prompts = list(self._candidates(width - self.width))
             goal, pace = None if tbt == compiled.NONE else tbt, self.pace.factor if self.pace else 1.0
@@ -218,6 +218,11 @@ class Scheduler:
         if length == left:
             self.prompts.remove(sequence)
         return length
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens of the step's decodes that are to be drafted."""
+        return int(self.table.step[DRAFT, : self._num_decodes].sum())
 
     @property
     def num_decoding(self) -> int:

@@ -46,6 +46,8 @@ class Checked:
         decodes = [s for s in batch.slices if s.decode]
         if policy in KEEP_TO_THE_BUDGET:
             assert batch.num_tokens <= max(scheduler.config.token_budget, len(decodes))
+        if policy.startswith("sarathi"):
+            assert batch.num_tokens <= scheduler.policy.widest(scheduler.config), "memory is planned for that"
         if policy in TAKE_ALL_DECODES and scheduler.pipeline == 1:
             ready = {s.id for s in scheduler.running if s.decoding}
             assert {s.sequence.id for s in decodes} == ready, "a decode was skipped"
