@@ -161,26 +161,25 @@ class Scheduler:
     # The moves
 
     def decode(self, most: int | None = None, longest: bool = False) -> None:
-        """Takes every decode that is ready (M2, M3), or `most`: the first to arrive, or those with most to come."""
+        """Takes every decode that is ready (M2, M3), or `most`: the first to arrive, or those with most to come.
+
+        With each go tokens to be drafted, as many as its request, the budget and the free blocks allow.
+        """
         assert not self._num_slices, "decodes come first"
         table = self.table
         order = table.longest_first() if longest else table.running
-        limit, size = table.count if most is None else most, self.config.block_size
+        limit = table.count if most is None else most
         # drafts leave prompts their half of the budget
         spare = self.config.token_budget // (2 if self.prompts or self.waiting else 1)
         deep = spare // max(1, min(limit, table.count)) - 1
 
-        def ready(deep: int, size: int) -> tuple[int, int, int, int]:
-            result: tuple[int, int, int, int] = compiled.ready_decodes(
-                table.numbers, table.drafts, order, table.count, limit, deep, size, table.step, table.listed
+        for grown in (self.config.block_size, 0):  # where blocks are short, drafts give way first
+            taken, short, needed, width = compiled.ready_decodes(
+                table.numbers, table.drafts, order, table.count, limit, deep, grown, table.step, table.listed
             )
-            return result
-
-        taken, short, needed, width = ready(deep, size)
-        if needed > self.blocks.num_free and width > taken:
-            size = 0  # drafts give way first
-            taken, short, needed, width = ready(deep, size)
-        if needed > self.blocks.num_free:
+            if needed <= self.blocks.num_free:
+                break
+        else:
             chosen = table.sequences[table.step[SLOT, :taken]].tolist()
             self.decode_each(sorted(chosen, key=BY_ARRIVAL))
             return

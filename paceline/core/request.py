@@ -1,5 +1,6 @@
 """Requests as the policies see them: numbers, never text, token ids or tensors."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -40,6 +41,10 @@ class SamplingParams:
     logprobs: int | None = None  # top log-probabilities beside the chosen token's; 0 is the chosen one alone
     prompt_logprobs: int | None = None
     max_draft_tokens: int | None = None  # the most to draft in a step; None: as the model is served
+
+    def stops(self, eos_ids: Iterable[int]) -> frozenset[int]:
+        """Token ids that end the output, with those of the model."""
+        return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
 
 
 @dataclass(frozen=True, slots=True)

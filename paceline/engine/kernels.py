@@ -85,19 +85,6 @@ def _float_of_bits(context, bits):
     return types.float32(types.int32), generate
 
 
-@intrinsic
-def _copy(context, target, source, nbytes):
-    """As C's memcpy: assigning one slice to another loops over single numbers, in case they overlap."""
-
-    def generate(context, builder, signature, arguments):
-        byte = ir.IntType(8).as_pointer()
-        target, source = (builder.inttoptr(address, byte) for address in arguments[:2])
-        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
 # The tile
 
 
@@ -334,13 +321,19 @@ def _by_hand(*kinds):
     return make
 
 
+@_by_hand(I64, I64, I64)
+def _copy(builder, target, source, nbytes):
+    """As C's memcpy: assigning one slice to another loops over single numbers, in case they overlap."""
+    cgutils.raw_memcpy(builder, *(_at(builder, place, 0, ir.IntType(8)) for place in (target, source)), nbytes, 1)
+
+
 def _exp16(builder, x):
-    """e^x of 16 numbers <= 0, relative error below 1e-7; of those below -87 what it is there.
+    """e^x of 16 numbers <= 0, relative error below 1e-7; 0 below -87.7, where sums would be denormal.
 
     x = n ln 2 + r, |r| <= ln 2 / 2: a polynomial in r (the one of Cephes' expf), then n into the exponent's bits. n,
     rounded, is in the last bits of x / ln 2 + 1.5 x 2^23.
     """
-    x = builder.select(builder.fcmp_ordered(">", _all16(-87.0), x), _all16(-87.0), x)
+    x = builder.select(builder.fcmp_ordered(">", _all16(-88.0), x), _all16(-88.0), x)  # n = -127: the power is 0
     shifted = _fma(builder, x, _all16(float(np.float32(1.4426950408889634))), _all16(12582912.0))
     power = builder.sub(builder.bitcast(shifted, WHOLE), _all16(0x4B400000, WHOLE))
     n = builder.sitofp(power, VECTOR)
@@ -420,7 +413,7 @@ def _soften(builder, scores, count, peaks, totals, shrink):
     def weigh(row, sums):
         line, after = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4))), []
         for half, level, total in zip(halves, levels, sums, strict=True):
-            weight = _exp16(builder, builder.fsub(_load(builder, line, half), level))
+            weight = _exp16(builder, builder.fsub(_load(builder, line, half), level))  # 0 of -inf
             _store(builder, weight, line, half)
             after.append(builder.fadd(total, weight))
         return after
@@ -501,7 +494,7 @@ def _weigh(builder, scores, count):
 
     (peak,) = _loop(builder, parts, [nothing], lambda i, values: [_larger(builder, _load(builder, place(i)), *values)])
     peak = across(peak, lambda one, other: _larger(builder, one, other))
-    (total,) = _loop(builder, parts, [_all16(0.0)], weigh)  # -inf adds e^-87: lost in a sum above 1
+    (total,) = _loop(builder, parts, [_all16(0.0)], weigh)
     inverse = builder.fdiv(_all16(1.0), across(total, builder.fadd))
     _loop(builder, parts, [], share)
 

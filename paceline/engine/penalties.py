@@ -66,7 +66,7 @@ class Penalties:
                 bias[token] = bias.get(token, 0.0) + value
         self._bias_ids = np.array(list(bias), np.int64)
         self._bias = np.array(list(bias.values()), np.float32)
-        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
+        stops = params.stops(eos_ids)
         self._stops = np.array(sorted(token for token in stops if 0 <= token < vocab_size), np.int64)
 
     def observe(self, token: int) -> None:

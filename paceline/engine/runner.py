@@ -179,11 +179,9 @@ class ModelRunner:
         except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone
             self.sequences[new.id] = f"{type(error).__name__}: {error}"
             return
-        params = new.params
-        stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else config.eos_ids)
-        self.sequences[new.id] = _Sequence(
-            array("q", new.tokens), new.num_prompt, stops, params.prompt_logprobs, state
-        )
+        stops = new.params.stops(config.eos_ids)
+        tokens = array("q", new.tokens)
+        self.sequences[new.id] = _Sequence(tokens, new.num_prompt, stops, new.params.prompt_logprobs, state)
 
     def _prepare(self, job: _Job) -> None:
         """Updates the block table and checks the slice."""

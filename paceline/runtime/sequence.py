@@ -51,7 +51,7 @@ class RunningSequence:
         self.num_prompt = len(tokens)
         self.params = params
         self.sink = sink
-        self.stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
+        self.stops = params.stops(eos_ids)
         self.cacheable = params.prompt_logprobs is None  # every prompt position must be computed for its logits
         self.hasher = hasher
         self.prefix = hasher.extend(self.tokens) if self.cacheable else ()

@@ -15,7 +15,7 @@ A batch is ragged: K differs between its requests; `lengths` lists them. `target
 cannot be drawn; of a drafter that was sure of its token, draft is 0 there. `tokens` [sum(K)] are the drafted ids.
 
 Requests that are greedy or seeded need none of this: ordinary sampling decides each of their rows, with the noise that
-the position has in any case, and a drafted token stays if it is the same (`matching`).
+the position has in any case, and a drafted token stays if it is the same (`engine.runner`).
 """
 
 from collections.abc import Sequence
@@ -38,11 +38,6 @@ def verify(
     kept = count(accept, uniforms, lengths, block)
     last = last_log_weights(target, draft, weights, lengths, kept)
     return list(zip(kept, (last + gumbel).argmax(dim=1).tolist(), strict=True))
-
-
-def matching(tokens: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many of the drafted `tokens` [K] are what ordinary sampling gives in their places, `sampled` [K + 1]."""
-    return next((n for n, token in enumerate(tokens) if token != sampled[n]), len(tokens))
 
 
 def acceptance(

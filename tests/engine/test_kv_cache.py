@@ -172,6 +172,18 @@ def test_a_nan_in_a_chunk_reaches_its_token_and_those_behind() -> None:
     assert attend(heads, unturned(40, 64), None, KVCache(model, 10, 4), 0, None, plan)[20:].isnan().all()
 
 
+@pytest.mark.parametrize("window", [None, 8])
+def test_what_a_token_does_not_see_weighs_nothing(window: int | None) -> None:
+    """Not even next to nothing: that would be denormal sums, which are 20 times slower."""
+    model, generator = config(window, 6, 2, 64), torch.Generator().manual_seed(6)
+    heads, plan = torch.randn(40, 10 * 64, generator=generator), plan_step([SliceSpan(0, 40, range(10))], model, 4)
+    plain = attend(heads.clone(), unturned(40, 64), None, KVCache(model, 10, 4), 0, window, plan)
+    heads[20, 8 * 64 :] = 1e38  # a value
+    got = attend(heads, unturned(40, 64), None, KVCache(model, 10, 4), 0, window, plan)
+    blind = [row for row in range(40) if row < 20 or (window and row >= 20 + window)]
+    assert torch.equal(got[blind], plain[blind]) and (got[20] > 1e30).any()
+
+
 def test_the_pool_takes_what_memory_leaves() -> None:
     block = config().kv_bytes_per_token * 4
     assert block == 2 * 2 * 2 * 8 * 4 * 4

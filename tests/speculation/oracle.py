@@ -107,8 +107,8 @@ def speculative(
                 if likely > 0:
                     requests.append((context, drafted))
                     masses.append(likely)
-        outcomes = _outcomes(requests, target, draft, block, acceptance, last_log_weights, dtype)
-        for (context, drafted), mass, (accept, lasts) in zip(requests, masses, outcomes, strict=True):
+        results = outcomes(requests, target, draft, block, acceptance, last_log_weights, dtype)
+        for (context, drafted), mass, (accept, lasts) in zip(requests, masses, results, strict=True):
             for passed, chance in patterns(accept):
                 half = torch.full((len(passed),), 0.5)
                 (kept,) = count(torch.tensor(passed, dtype=dtype), half, [len(passed)], block)
@@ -118,14 +118,14 @@ def speculative(
     return ready
 
 
-def _outcomes(
+def outcomes(
     requests: list[tuple[Context, Context]],
     target: Model,
     draft: Model,
     block: bool,
-    acceptance: Callable,
-    last_log_weights: Callable,
-    dtype: torch.dtype,
+    acceptance: Callable = rejection.acceptance,
+    last_log_weights: Callable = rejection.last_log_weights,
+    dtype: torch.dtype = torch.float64,
 ) -> list[tuple[list[float], list[list[float]]]]:
     """Each request's acceptance, and the law of its last token for every number of tokens kept, all as one batch."""
     lengths = [len(drafted) for _, drafted in requests]
