@@ -11,7 +11,7 @@ from paceline.batching.policies import policy
 from paceline.batching.scheduler import Scheduler, SchedulerConfig
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Advance, Cancel, Complete, Emitted, Event, Input, Reset, Submit
-from paceline.core.protocols import Budget
+from paceline.core.protocols import Budget, Lookahead
 from paceline.core.request import Request, Sequence
 
 
@@ -26,6 +26,7 @@ class GroupConfig:
     max_waiting: int | None = None  # requests beyond those are rejected
     budget: Budget | None = None  # chooses the width of each step; None: always `scheduler.token_budget`
     predict: Callable[[StepShape], float] | None = None  # seconds of a step on a machine at its usual pace
+    lookahead: Callable[[], Lookahead] | None = None  # how many tokens to draft; None: as many as there is room for
 
     def __post_init__(self) -> None:
         if self.pipeline < 1:
@@ -44,7 +45,13 @@ class Controller:
 
     def __init__(self, groups: Iterable[GroupConfig]) -> None:
         self.groups = [
-            GroupState(g, Scheduler(g.scheduler, policy(g.policy), g.budget, g.pipeline, g.predict)) for g in groups
+            GroupState(
+                g,
+                Scheduler(
+                    g.scheduler, policy(g.policy), g.budget, g.pipeline, g.predict, g.lookahead and g.lookahead()
+                ),
+            )
+            for g in groups
         ]
         self.sequences: dict[str, tuple[int, Sequence]] = {}  # those that are waiting or running
 

@@ -23,8 +23,19 @@ from paceline.batching.blocks import Blocks
 from paceline.batching.budget import Pace
 from paceline.batching.table import DRAFT, LENGTH, SLOT, START, Ints, Table
 from paceline.core.batch import Batch, StepResult, StepShape
-from paceline.core.protocols import Budget
-from paceline.core.request import COMPUTED, HASHED, IN_FLIGHT, KNOWN, PROMPT, ROOM, SCHEDULED, Request, Sequence
+from paceline.core.protocols import Budget, Lookahead
+from paceline.core.request import (
+    COMPUTED,
+    HASHED,
+    IN_FLIGHT,
+    KNOWN,
+    MAX_DRAFT_TOKENS,
+    PROMPT,
+    ROOM,
+    SCHEDULED,
+    Request,
+    Sequence,
+)
 
 BY_ARRIVAL = attrgetter("order")
 BY_PLACE = attrgetter("place")
@@ -83,8 +94,10 @@ class Scheduler:
         budget: Budget | None = None,
         pipeline: int = 1,
         predict: Callable[[StepShape], float] | None = None,
+        lookahead: Lookahead | None = None,
     ) -> None:
         self.config, self.policy, self.budget, self.pipeline = config, policy, budget, pipeline
+        self.lookahead = lookahead
         self.pace = Pace(predict) if predict else None
         self.blocks = Blocks(config.num_blocks, config.block_size)
         self.table = Table()
@@ -163,19 +176,22 @@ class Scheduler:
     def decode(self, most: int | None = None, longest: bool = False) -> None:
         """Takes every decode that is ready (M2, M3), or `most`: the first to arrive, or those with most to come.
 
-        With each go tokens to be drafted, as many as its request, the budget and the free blocks allow.
+        With each go tokens to be drafted, as many as its request, the free blocks and `lookahead` allow.
         """
         assert not self._num_slices, "decodes come first"
-        table = self.table
-        order = table.longest_first() if longest else table.running
+        table, budget = self.table, self.config.token_budget
+        order = table.longest_first() if longest else table.running[: table.count]
         limit = table.count if most is None else most
-        # drafts leave prompts their half of the budget
-        spare = self.config.token_budget // (2 if self.prompts or self.waiting else 1)
-        deep = spare // max(1, min(limit, table.count)) - 1
+        drafts, deep = table.drafts, MAX_DRAFT_TOKENS
+        if self.lookahead is None:  # drafts leave prompts their half of the budget
+            spare = budget // (2 if self.prompts or self.waiting else 1)
+            deep = spare // max(1, min(limit, table.count)) - 1
+        elif table.drafts.any():
+            drafts, _ = self.lookahead.choose(table.numbers, drafts, order, self._pending(budget), budget)
 
         for grown in (self.config.block_size, 0):  # where blocks are short, drafts give way first
             taken, short, needed, width = compiled.ready_decodes(
-                table.numbers, table.drafts, order, table.count, limit, deep, grown, table.step, table.listed
+                table.numbers, drafts, order, table.count, limit, deep, grown, table.step, table.listed
             )
             if needed <= self.blocks.num_free:
                 break
@@ -279,6 +295,8 @@ class Scheduler:
 
     def add(self, request: Request) -> Sequence:
         sequence = self.table.add(request, self._serial)
+        if self.lookahead:
+            self.lookahead.forget(sequence.slot)
         sequence.place = (*self.policy.place(request), self._serial)
         self._serial += 1
         insort(self.waiting, sequence, key=BY_PLACE)
@@ -311,6 +329,12 @@ class Scheduler:
             sequence.row[HASHED] = len(sequence.hashes)
         table, size = self.table, self.config.block_size
         column = np.frombuffer(tokens, np.uint8)
+        if self.lookahead and table.drafts.any():
+            drafted = np.frombuffer(result.drafted or bytes(len(tokens)), np.uint8)
+            self.lookahead.observe(step[SLOT], drafted, column)
+            if result.seconds and batch.num_decodes == len(tokens) and not gone:
+                read = batch.shape.decode_context  # as if all that was asked for had been drafted
+                self.lookahead.observe_times(drafted, read, result.seconds, result.draft_seconds)
         total, filled = compiled.arrive(table.numbers, step, column, size, table.listed)
         for index in table.listed[:filled].tolist():
             sequence, start = batch.sequences[index], batch.starts[index]
@@ -395,6 +419,13 @@ class Scheduler:
             left = sequence.prompt - sequence.scheduled
             most -= left
             yield sequence.scheduled, left
+
+    def _pending(self, most: int) -> int:
+        """Prompt tokens that the step could take, up to `most`: of waiting prompts only if the first may come in."""
+        comes = self.waiting and len(self.running) < self.config.max_batch
+        if comes and self.blocks.blocks_for(self.waiting[0].known) <= self.blocks.num_free:
+            return min(most, sum(left for _, left in self._candidates(most)))
+        return min(most, sum(sequence.prompt - sequence.scheduled for sequence in self.prompts))
 
     def _stop_running(self, sequence: Sequence) -> None:
         index = bisect_left(self.running, sequence.order, key=BY_ARRIVAL)

@@ -66,6 +66,7 @@ class Table:
     def drop(self, sequence: Sequence) -> None:
         """Frees the row."""
         self.numbers[sequence.slot] = 0
+        self.drafts[sequence.slot] = 0
         self.sequences[sequence.slot] = self.ids[sequence.slot] = None
         self._free.append(sequence.slot)
 

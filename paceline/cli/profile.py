@@ -102,7 +102,7 @@ def measured_here(path: Path, name: str, options: list[str]) -> None:
     """
     command = [sys.executable, "-m", "paceline.cli.main", "profile", str(path), "--quick", *options]
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise ValueError(f"tbt: {name!r} could not be profiled, so its goal cannot be kept; see above")
+        raise ValueError(f"{name!r} could not be profiled, so its goal or its drafts cannot be chosen; see above")
 
 
 def goal_budget(name: str, result: Profile, maximum: int, tbt: float | None) -> GoalBudget:
@@ -178,8 +178,9 @@ def batch_table(runner: "ModelRunner", limit: int) -> Table:
 
     info, config = runner.info, runner.decoder.config
     spec = ModelSpec("", info.weight_bytes, config.kv_bytes_per_token, info.context)
+    used = info.planned_bytes - info.kv_bytes
     blocks = pool_blocks(
-        config, info.block_size, used=info.planned_bytes - info.kv_bytes, memory=limit, useful_tokens=1 << 60
+        config.kv_bytes_per_token, info.block_size, used=used, memory=limit, useful_tokens=1 << 60
     )
     table = Table(box=None, pad_edge=False, title=f"largest batch in {limit / 2**30:.1f} GiB", title_justify="left")
     for column in ("sequence length", "bound (M_G - M_S) / (L m_kv)", "fits"):

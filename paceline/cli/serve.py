@@ -18,6 +18,7 @@ from paceline.batching import policies
 from paceline.batching.budget import GoalBudget
 from paceline.batching.scheduler import SchedulerConfig
 from paceline.cli import fleet_file, profile_cache
+from paceline.cli.drafting import Drafting, lookahead
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.profile import goal_budget, measured_here
 from paceline.cli.sizes import parse_bytes
@@ -47,7 +48,8 @@ class Model:
     slo: SLO = NO_SLO
     profile: Profile | None = None
     budget: GoalBudget | None = None  # None: as wide as the token budget, always
-    max_draft_tokens: int = 0
+    drafting: Drafting = Drafting()
+    draft_profile: Profile | None = None
 
 
 def serve(
@@ -135,9 +137,8 @@ def find_models(
     for index, entry in enumerate(entries):
         path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
         goals = SLO(ttft=entry.slo.ttft, tbt=entry.slo.tbt)
-        speculation = entry.speculation
-        draft = 0 if speculation.drafter == "none" else speculation.max_draft_tokens
-        models.append(Model(name, path, Tokenizer.load(path), entry.quantization, goals, max_draft_tokens=draft))
+        model = Model(name, path, Tokenizer.load(path), entry.quantization, goals)
+        models.append(replace(model, drafting=Drafting.of(entry.speculation)))
     twice = [m.name for m in models if [n.name for n in models].count(m.name) > 1]
     if twice:
         raise ValueError(f"served-model-name: two models are called {twice[0]!r}; name them apart")
@@ -147,25 +148,51 @@ def find_models(
 def paced(model: Model, maximum: int, fixed: bool, threads: int | None, options: list[str]) -> Model:
     """The model with its profile and the budget that follows: with a goal, or by default where a profile is cached.
 
-    A goal without a profile has it measured first, by `paceline profile` with these options. Raises ValueError for a
-    goal below the floor.
+    What a goal or a choice of drafts needs and the cache lacks is measured first, by `paceline profile` with these
+    options. Raises ValueError for a goal below the floor.
     """
-    file = profile_cache.cache_file(model.path, model.quantization, profile_cache.Device.here(threads))
-    known, tbt = profile_cache.load(file), model.slo.tbt
-    if known is None and tbt is not None:
-        measured_here(model.path, model.name, [*options, "--quantization", model.quantization])
+    device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
+
+    def profile_of(path: Path, name: str, needed: bool) -> Profile | None:
+        file = profile_cache.cache_file(path, model.quantization, device)
         known = profile_cache.load(file)
-        assert known is not None
-    if known is None or (fixed and tbt is None):
-        return replace(model, profile=known)
-    return replace(model, profile=known, budget=goal_budget(model.name, known, maximum, tbt))
+        if known is None and needed:
+            measured_here(path, name, [*options, "--quantization", model.quantization])
+            known = profile_cache.load(file)
+            assert known is not None
+        return known
+
+    model = replace(model, profile=profile_of(model.path, model.name, tbt is not None or chooses))
+    if chooses and model.drafting.model:
+        draft = profile_of(model.drafting.model, f"{model.name}'s draft model", True)
+        model = replace(model, draft_profile=draft)
+    if model.profile is None or (fixed and tbt is None):
+        return model
+    return replace(model, budget=goal_budget(model.name, model.profile, maximum, tbt))
 
 
 def worker_config(model: Model, limits: dict[str, int | None]) -> WorkerConfig:
-    options = WorkerOptions(str(model.path), quantization=model.quantization, **limits)
-    predict = model.profile.step_time.seconds if model.profile else None
+    drafting = model.drafting
+    options = WorkerOptions(
+        str(model.path),
+        quantization=model.quantization,
+        drafter=drafting.drafter,
+        early_exit_layers=drafting.early_exit_layers,
+        **limits,
+    )
     return WorkerConfig(
-        model.name, options.command, model.tokenizer.eos_ids, model.slo, model.budget, predict, model.max_draft_tokens
+        model.name,
+        options.command,
+        model.tokenizer.eos_ids,
+        model.slo,
+        model.budget,
+        predict=model.profile.step_time.seconds if model.profile else None,
+        max_draft_tokens=drafting.max_draft_tokens,
+        lookahead=(
+            lookahead(drafting, model.path, model.quantization, model.profile, model.draft_profile)
+            if drafting.chooses and model.profile
+            else None
+        ),
     )
 
 

@@ -91,3 +91,5 @@ class StepResult:
     hashes: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)  # of blocks that emitted tokens filled
     failed: list[int] = field(default_factory=list)  # nothing was computed: the sequence ends and shares no block
     seconds: float = 0.0  # that the engine took; 0 where nobody looked
+    draft_seconds: float = 0.0  # of those, in which tokens were drafted
+    drafted: bytearray = field(default_factory=bytearray)  # tokens that each slice drafted; empty: none did

@@ -1,7 +1,7 @@
 """Seams between packages."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.core.batch import Batch, StepResult, StepShape
 
@@ -19,6 +19,33 @@ class Budget(Protocol):
         the tightest goal for the time between tokens among the running sequences that decode; None: nobody has one.
         `pace`: what steps took of late over what was predicted for them.
         """
+        ...
+
+
+class Lookahead(Protocol):
+    """How many tokens to draft, asked in every step in which somebody may. Arrays are NumPy's; slots the group's."""
+
+    def choose(self, numbers: Any, drafts: Any, running: Any, pending: int, budget: int) -> tuple[Any, float]:
+        """Tokens to draft by slot, at most `drafts`, and the seconds that drafting them should take.
+
+        `numbers` [slots, NUM_COLUMNS] are the sequences; `running` the slots whose decodes the step takes where they
+        are ready; `pending` prompt tokens wait, of which the step takes what the `budget` (tokens) leaves.
+        """
+        ...
+
+    def observe(self, slots: Any, drafted: Any, emitted: Any) -> None:
+        """A step is done: each slot (-1: none) drafted so many tokens and yielded so many in all."""
+        ...
+
+    def observe_times(self, drafted: Any, read: int, seconds: float, draft_seconds: float) -> None:
+        """A step of decodes is done, that drafted so many tokens each and read so many tokens from the cache.
+
+        `seconds` of the whole step, `draft_seconds` of drafting in it.
+        """
+        ...
+
+    def forget(self, slot: int) -> None:
+        """Another sequence has the slot now."""
         ...
 
 

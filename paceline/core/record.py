@@ -34,7 +34,8 @@ def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
             result = fields["result"]
             finished = [(index, reason) for index, reason in result["finished"]]
             hashes = [(index, tuple(keys)) for index, keys in result["hashes"]]
-            step = StepResult(bytearray(result["tokens"]), finished, hashes, result["failed"], result["seconds"])
+            columns = {name: bytearray(result.get(name, ())) for name in ("tokens", "drafted")}
+            step = StepResult(**result | columns | {"finished": finished, "hashes": hashes})
             return Complete(fields["group"], fields["batch"], step)
         case "Advance":
             return Advance(**fields)

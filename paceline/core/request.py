@@ -35,6 +35,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0  # randomness is keyed by (seed, choice, position)
+    seeded: bool = True  # the seed is the caller's: output must be a function of it, speculation or not
     choice: int = 0
     stop_token_ids: tuple[int, ...] = ()  # without the model's own end-of-sequence ids
     ignore_eos: bool = False

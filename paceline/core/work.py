@@ -76,6 +76,7 @@ class Engine(Protocol):
 
     info: EngineInfo
     progress: int  # counts layers and heads run since the start: shows a step that is stuck
+    draft_s: float  # seconds of the last step's forward pass in which tokens were drafted
 
     def step(
         self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]

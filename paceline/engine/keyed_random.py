@@ -10,6 +10,10 @@ survivors, which draws from their renormalised softmax exactly. The speculation 
     h        = hash32(position, id)                 per token           `token_hash`
     G        = -log(-log(u)),  u = (h + 1/2) / 2^32                     `gumbel`
 
+Rejection sampling needs noise of its own, for each purpose and every time that it is tried: `lane_key` gives a stream
+for a lane of a round, with the number of tokens known at its beginning for a name. Rounds always get on, so no name
+comes twice.
+
 G lies in [-3.13, 22.9]; what the 32 bits cut off the tail is a total-variation error below 1e-9. For one position
 `token_hash` is a bijection of ids, so no two tokens share a value. The same arithmetic is written for Python integers
 and torch here and for Numba in `sample_kernels`; a test holds them together.
@@ -19,6 +23,7 @@ import torch
 
 MASK64 = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
+DRAFT, ACCEPT, LAST = 1, 2, 3  # lanes: what is drafted, what of it stays, the token behind
 MUL_A, MUL_B, MUL_C = 0xED5AD4BB, 0xAC4C1B51, 0x31848BAB  # "triple32" by C. Wellons: bias below 0.02
 
 
@@ -37,6 +42,16 @@ def stream_key(seed: int, choice: int) -> int:
 def position_key(stream: int, position: int) -> int:
     """The 64-bit key of the token at absolute index `position` of its sequence."""
     return mix64((stream + (position + 1) * GOLDEN) & MASK64)
+
+
+def lane_key(stream: int, lane: int, known: int) -> int:
+    """The stream of a lane in the round of speculation that begins with so many tokens known."""
+    return position_key(mix64(stream ^ mix64(lane * GOLDEN & MASK64)), known)
+
+
+def uniform(stream: int, index: int) -> float:
+    """The stream's number at `index`, in [0, 1) with 53 bits."""
+    return (position_key(stream, index) >> 11) * 2.0**-53
 
 
 def token_hash(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

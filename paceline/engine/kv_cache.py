@@ -28,13 +28,23 @@ class KVCache:
     def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu"):
         shape = (config.layers, 2, num_blocks, config.kv_heads, block_size, config.head_dim)
         empty = pages.zeros(shape) if device == "cpu" else torch.empty(shape, dtype=torch.float32, device=device)
-        self.pool = empty.zero_()
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.kv_heads, self.head_dim = config.kv_heads, config.head_dim
+        self._use(empty.zero_())
+
+    def _use(self, pool: Tensor) -> None:
+        """pool: [layers, 2, num_blocks, kv_heads, block_size, head_dim]."""
+        self.pool = pool
+        self.num_blocks, self.kv_heads, self.block_size, self.head_dim = pool.shape[2:]
         # Each layer's keys and values, made once: by row, by the rows of a head in a block, and as addresses.
-        self.rows = [tuple(part.view(-1, config.head_dim) for part in layer) for layer in self.pool]
-        self.head_blocks = [tuple(part.view(-1, block_size * config.head_dim) for part in layer) for layer in self.pool]
+        self.rows = [tuple(part.view(-1, self.head_dim) for part in layer) for layer in self.pool]
+        width = self.block_size * self.head_dim
+        self.head_blocks = [tuple(part.view(-1, width) for part in layer) for layer in self.pool]
         self.addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.pool]
+
+    def first(self, layers: int) -> "KVCache":
+        """The same memory, seen by a model that ends after these layers."""
+        some = object.__new__(KVCache)
+        some._use(self.pool[:layers])
+        return some
 
     @property
     def nbytes(self) -> int:
@@ -94,14 +104,14 @@ def available_bytes(device: str = "cpu") -> int:
 
 
 def pool_blocks(
-    config: ModelConfig, block_size: int, *, used: int, memory: int | None, useful_tokens: int, device: str = "cpu"
+    token_bytes: int, block_size: int, *, used: int, memory: int | None, useful_tokens: int, device: str = "cpu"
 ) -> int:
-    """How many blocks fit: `used` bytes of the process's `memory` are taken by all else.
+    """How many blocks fit: a token takes `token_bytes`; `used` bytes of the process's `memory` are taken by all else.
 
     Without `memory` it is what the machine has left less a margin, at most DEFAULT_POOL. Never more than
     `useful_tokens` need. Raises ModelError when not even one block fits.
     """
-    per_block = config.kv_bytes_per_token * block_size
+    per_block = token_bytes * block_size
     if memory is None:
         room = min(DEFAULT_POOL, int(available_bytes(device) * (1 - MARGIN)) - max(0, used - resident_bytes()))
     else:

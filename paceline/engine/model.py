@@ -6,7 +6,7 @@ a device; it was run and measured on CPU only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,6 +64,15 @@ class Decoder:
         self.inv_freq, self.rope_factor = frequencies(config.rope, config.head_dim)
         self.inv_freq = self.inv_freq.to(norm.weight.device)
         self.addresses = self._addresses()
+
+    def first(self, layers: int) -> "Decoder":
+        """The model that ends after its first layers: the same weights, norm and head."""
+        config = replace(self.config, layers=layers, windows=self.config.windows[:layers])
+        return Decoder(config, self.embedding, self.layers[:layers], self.norm, self.head)
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
 
     def _addresses(self) -> np.ndarray | None:
         """A line of `kernels.decoder_layers` for each layer; None where its kernels cannot run all of them."""

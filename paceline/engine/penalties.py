@@ -21,6 +21,7 @@ class SeenTokens:
         self._vocab_size, self._presence, self._frequency = vocab_size, presence, frequency
         seen = sorted({token for token in prompt if 0 <= token < vocab_size})
         self._slot = {token: slot for slot, token in enumerate(seen)}
+        self._num_prompt = len(seen)
         self._times: dict[int, int] = {}
         self._ids = np.array(seen + [0] * 64, np.int64)
         self._charges = np.zeros(len(self._ids), np.float32)
@@ -36,6 +37,16 @@ class SeenTokens:
         times = self._times[token] = self._times.get(token, 0) + 1
         self._ids[slot] = token
         self._charges[slot] = self._presence + times * self._frequency
+
+    def remove(self, token: int) -> None:
+        """Takes back the last `add` that has not been taken back."""
+        if not 0 <= token < self._vocab_size:
+            return
+        slot, times = self._slot[token], self._times[token] - 1
+        self._times[token] = times
+        self._charges[slot] = self._presence + times * self._frequency if times else 0.0
+        if not times and slot >= self._num_prompt:
+            del self._slot[token]  # it was the last to come in
 
     @property
     def ids(self) -> np.ndarray:
@@ -74,6 +85,12 @@ class Penalties:
         self.generated += 1
         if self._penalise:
             self._seen.add(token)
+
+    def forget(self, token: int) -> None:
+        """Takes back the last `observe` that has not been taken back."""
+        self.generated -= 1
+        if self._penalise:
+            self._seen.remove(token)
 
     @property
     def active(self) -> bool:

@@ -5,10 +5,10 @@ A fault that belongs to one sequence is that sequence's answer; the others of th
 """
 
 import ctypes
+import sys
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
@@ -16,75 +16,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork, TokenLogprobs
+from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import attention, sampler
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.drafters import KEPT_ROWS, Drafter, DraftModel, EarlyExit, PromptLookup
+from paceline.engine.job import EngineSequence, Job
+from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
 from paceline.engine.kv_cache import KVCache, MemoryPlan, pool_blocks, resident_bytes
 from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.sampler import SamplingState
+from paceline.engine.vocabulary import shared_vocabulary
 from paceline.engine.weights import Checkpoint
-from paceline.speculation import ngram
+from paceline.speculation import rejection
 
 # Bytes that steps leave behind: oneDNN's compiled kernels, one per layer shape and row count, and what the allocator
 # keeps. Measured 58 and 66 MiB after steps of seven sizes with the shapes of Llama 3.2 1B and Qwen 2.5 0.5B.
 KEPT = 64 << 20
+DRAFTERS = ("ngram", "early_exit")  # others are directories
+NO_DISTRIBUTION = "the model gave no distribution (logits are NaN or infinite)"
 LOGIT_ROWS = 64  # logits at a time: bounds their memory where every prompt token's are asked for
-
-
-@dataclass(slots=True)
-class _Sequence:
-    """What the engine remembers of a sequence."""
-
-    tokens: array  # known: prompt and generated
-    num_prompt: int
-    stops: frozenset[int]  # ids that end it
-    prompt_top: int | None  # prompt_logprobs of its parameters
-    state: SamplingState
-    blocks: array = field(default_factory=lambda: array("q"))  # ids, as NumPy reads them without a copy
-
-
-@dataclass(slots=True)
-class _Job:
-    """One slice of a step on its way to an output."""
-
-    work: SliceWork
-    sequence: _Sequence | None = None
-    span: SliceSpan | None = None
-    draft: list[int] = field(default_factory=list)
-    accepted: int = 0  # of it
-    begin: int = 0  # where its rows are among the step's hidden states
-    first_row: int = 0  # and its logits among those of its part
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    error: str = ""
-
-    def output(self) -> SliceOutput:
-        if self.error:
-            return SliceOutput([], error=self.error)
-        return SliceOutput(self.tokens, self.logprobs, self.prompt_logprobs, "", len(self.draft), self.accepted)
-
-    def take(self, token: int, logprob: TokenLogprobs | None) -> bool:
-        """Emits a token; True where the next row counts too, since it was computed behind this very token."""
-        sequence, place = self.sequence, len(self.tokens)
-        sequence.state.observe(token)
-        sequence.tokens.append(token)
-        self.tokens.append(token)
-        if logprob is not None:
-            self.logprobs.append(logprob)
-        same = place < len(self.draft) and token == self.draft[place]
-        self.accepted += same
-        return same and token not in sequence.stops
 
 
 class ModelRunner:
     """A loaded model. `step` is to be called from one thread."""
 
+    by_block = True  # what was drafted with a distribution is verified as a block, else token by token
+
     def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, device: str = "cpu"):
         self.decoder, self.cache, self.info, self.device = decoder, cache, info, device
-        self.sequences: dict[int, _Sequence | str] = {}  # a text is why the sequence could not be learnt
+        self.sequences: dict[int, EngineSequence | str] = {}  # a text is why the sequence could not be learnt
+        self.drafter: Drafter = PromptLookup()
+        self.draft_s = 0.0
         self._progress = np.zeros(1, np.int64)
 
     @property
@@ -104,44 +68,68 @@ class ModelRunner:
         context: int | None = None,
         threads: int | None = None,
         quantization: str = "none",
+        drafter: str = "ngram",
+        early_exit_layers: int | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "ModelRunner":
         """Loads a checkpoint directory and plans its memory before the weights are read.
 
         `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool;
         `context` the most tokens of a sequence, None what the model and the pool can hold; `quantization` is one of
-        `linear.QUANTIZATIONS`. Raises ModelError.
+        `linear.QUANTIZATIONS`. `drafter` is "ngram", "early_exit" (behind `early_exit_layers`, None: a quarter of them)
+        or the directory of a model that drafts; its memory is planned with the rest. Raises ModelError.
         """
         if quantization not in QUANTIZATIONS:
             raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
-        config = ModelConfig.load(path)
+        paths = [Path(path)] if drafter in DRAFTERS else [Path(path), Path(drafter)]
+        configs = [ModelConfig.load(path) for path in paths]
+        config = configs[0]
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
         limited, context = context is not None, context or config.max_context
-        checkpoint = Checkpoint(path)
+        exit_layers = early_exit_layers or max(1, config.layers // 4)
+        if drafter == "early_exit" and exit_layers >= config.layers:
+            raise ModelError(f"early_exit_layers: {exit_layers} is not from 1 to {config.layers - 1}")
+        checkpoints = [Checkpoint(path) for path in paths]
+        vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
         if threads is not None:
             torch.set_num_threads(threads)
-        _warm_up(config, block_size, device)
+        for one in configs:
+            _warm_up(one, block_size, device)
         baseline = resident_bytes() if device == "cpu" else 0
-        activations = activation_bytes(config, max_batch_tokens, context)
-        weights = config.weight_bytes(quantization)
+        activations = max(activation_bytes(one, max_batch_tokens, context) for one in configs)
+        if drafter != "ngram":
+            activations += 4 * min(KEPT_ROWS, max_batch_tokens) * config.vocab_size
+        weights = sum(one.weight_bytes(quantization) for one in configs)
         if num_blocks is None:
+            token_bytes = sum(one.kv_bytes_per_token for one in configs)
             used = baseline + weights + activations
             useful = max_batch * context
             num_blocks = pool_blocks(
-                config, block_size, used=used, memory=memory, useful_tokens=useful, device=device
+                token_bytes, block_size, used=used, memory=memory, useful_tokens=useful, device=device
             )
         if limited and num_blocks * block_size < context:
             room = num_blocks * block_size
             raise ModelError(f"context: the KV cache holds {room} tokens, less than one sequence of {context}")
-        kind = best_kind(device, quantization)
-        decoder = load_decoder(checkpoint, config, device=device, kind=kind, progress=progress)
+        kind, decoders, read, total = best_kind(device, quantization), [], 0, sum(c.total_bytes for c in checkpoints)
+        for checkpoint, one in zip(checkpoints, configs, strict=True):
+            some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
+            decoders.append(load_decoder(checkpoint, one, device=device, kind=kind, progress=some))
+            read += checkpoint.total_bytes
         _trim_heap()
-        cache = KVCache(config, num_blocks, block_size, device)
-        plan = MemoryPlan(baseline, weights, cache.nbytes, activations)
+        caches = [KVCache(one, num_blocks, block_size, device) for one in configs]
+        plan = MemoryPlan(baseline, weights, sum(cache.nbytes for cache in caches), activations)
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
-        return ModelRunner(decoder, cache, info, device)
+        runner = ModelRunner(decoders[0], caches[0], info, device)
+        if drafter == "early_exit":
+            first = decoders[0].first(exit_layers), caches[0].first(exit_layers)
+            runner.drafter = EarlyExit(*first, runner._progress, LOGIT_ROWS)
+        elif len(paths) > 1:
+            runner.drafter = DraftModel(
+                decoders[1], caches[1], runner._progress, LOGIT_ROWS, max_batch_tokens, vocabulary
+            )
+        return runner
 
     @torch.inference_mode()
     def step(
@@ -153,9 +141,11 @@ class ModelRunner:
         for sequence in new:
             self._learn(sequence)
         started = perf_counter()
-        jobs = [_Job(work) for work in slices]
+        jobs = [Job(work) for work in slices]
         for job in jobs:
             self._prepare(job)
+        self._draft([job for job in jobs if not job.error])
+        self.draft_s = perf_counter() - started
         hidden = self._forward([job for job in jobs if not job.error])
         begin = 0
         for job in jobs:
@@ -166,6 +156,7 @@ class ModelRunner:
         self._prompt_logprobs([job for job in jobs if not job.error], hidden)
         head_seconds = self._emit([job for job in jobs if job.work.emits and not job.error], hidden)
         sampling += perf_counter() - head_seconds
+        self.drafter.settle([job for job in jobs if not job.error])
         forward = perf_counter() - started - sampling
         return [job.output() for job in jobs], forward, sampling
 
@@ -181,20 +172,16 @@ class ModelRunner:
             return
         stops = new.params.stops(config.eos_ids)
         tokens = array("q", new.tokens)
-        self.sequences[new.id] = _Sequence(tokens, new.num_prompt, stops, new.params.prompt_logprobs, state)
+        self.sequences[new.id] = EngineSequence(tokens, new.num_prompt, stops, new.params, state)
 
-    def _prepare(self, job: _Job) -> None:
+    def _prepare(self, job: Job) -> None:
         """Updates the block table and checks the slice."""
         work, sequence = job.work, self.sequences.get(job.work.id)
-        if not isinstance(sequence, _Sequence):
+        if not isinstance(sequence, EngineSequence):
             job.error = sequence or f"sequence {work.id} is not known"
             return
         sequence.blocks[work.first_block :] = array("q", work.blocks)
-        end = work.start + work.length - work.num_draft
-        if work.num_draft:
-            job.draft = ngram.propose(np.frombuffer(sequence.tokens, np.int64), work.num_draft)
-        job.sequence = sequence
-        job.span = SliceSpan(work.start, end + len(job.draft) - work.start, sequence.blocks, bool(job.draft))
+        job.sequence, end = sequence, job.end
         vocabulary, blocks = self.decoder.config.vocab_size, self.info.num_blocks
         if not 0 <= work.start < end <= len(sequence.tokens):
             job.error = f"tokens [{work.start}, {end}) of {len(sequence.tokens)} known"
@@ -207,7 +194,19 @@ class ModelRunner:
         elif not all(0 <= token < vocabulary for token in sequence.tokens[work.start : end]):
             job.error = f"token ids must be from 0 to {vocabulary - 1}"
 
-    def _forward(self, jobs: list[_Job]) -> Tensor:
+    def _draft(self, jobs: list[Job]) -> None:
+        """Has tokens drafted, and says which rows there are to compute. Without a draft a step is as good as ever."""
+        try:
+            self.drafter.propose(jobs)
+        except Exception as error:
+            print(f"a step goes without drafts: {type(error).__name__}: {error}", file=sys.stderr)
+            for job in jobs:
+                job.draft, job.draft_rows = [], []
+        for job in jobs:
+            length = job.end + len(job.draft) - job.work.start
+            job.span = SliceSpan(job.work.start, length, job.sequence.blocks, bool(job.draft))
+
+    def _forward(self, jobs: list[Job]) -> Tensor:
         """Hidden states [tokens, hidden] of the jobs, one after the other, without those that get an error.
 
         Where several fail together, each is run alone: a pass writes only the keys and values of its own slices.
@@ -231,27 +230,28 @@ class ModelRunner:
     def _tick(self) -> None:
         self._progress[0] += 1
 
-    def _prompt_logprobs(self, jobs: list[_Job], hidden: Tensor) -> None:
+    def _prompt_logprobs(self, jobs: list[Job], hidden: Tensor) -> None:
         """Of prompt tokens [start + 1, end + 1), for sequences that asked."""
         for job in jobs:
             sequence, start = job.sequence, job.span.start
             targets = sequence.tokens[start + 1 : min(start + job.span.length + 1, sequence.num_prompt)].tolist()
-            if sequence.prompt_top is None or not targets:
+            if sequence.params.prompt_logprobs is None or not targets:
                 continue
             try:
                 for begin in range(0, len(targets), LOGIT_ROWS):
                     some = targets[begin : begin + LOGIT_ROWS]
                     logits = self.decoder.logits(hidden[job.begin + begin :][: len(some)])
-                    job.prompt_logprobs += sampler.prompt_logprobs(logits, some, sequence.prompt_top)
+                    job.prompt_logprobs += sampler.prompt_logprobs(logits, some, sequence.params.prompt_logprobs)
                     self._tick()
             except Exception as error:
                 job.error = f"{type(error).__name__}: {error}"
 
-    def _emit(self, jobs: list[_Job], hidden: Tensor) -> float:
-        """Samples a token for each job, and one more as long as those are what was drafted; seconds that logits took.
+    def _emit(self, jobs: list[Job], hidden: Tensor) -> float:
+        """Tokens for each job: one, and what stays of its draft. Returns the seconds that logits took.
 
-        Every row is sampled as without a draft, with the noise of its position and after the tokens before it: what is
-        emitted is the same (coupled speculation, Daliri et al., 2024).
+        A draft that was drawn at random, for a request that nobody seeded, is judged by rejection. All else is coupled
+        (Daliri et al., 2024): every row is sampled as without a draft, with the noise of its position and after the
+        tokens before it, and the next one counts as long as the token is the one drafted: what is emitted is the same.
         """
         seconds = 0.0
         for some in _in_parts(jobs):
@@ -261,6 +261,8 @@ class ModelRunner:
                 rows += range(end - 1 - len(job.draft), end)
             logits = self.decoder.logits(hidden.index_select(0, torch.tensor(rows, device=self.device)))
             seconds += perf_counter() - started
+            self._judge([job for job in some if job.draft_rows], logits)
+            some = [job for job in some if not job.draft_rows]
             while some:
                 index = [job.first_row + len(job.tokens) for job in some]
                 together = index[-1] - index[0] == len(index) - 1  # nothing has to be copied
@@ -268,7 +270,49 @@ class ModelRunner:
             self._tick()
         return seconds
 
-    def _sample(self, jobs: list[_Job], logits: Tensor) -> list[_Job]:
+    def _judge(self, jobs: list[Job], logits: Tensor) -> None:
+        """What stays of drafts that were drawn from `draft_rows`, and a token behind it (`speculation.rejection`)."""
+        if not jobs:
+            return
+        try:
+            verdicts = self._verdicts(jobs, logits)
+        except Exception as error:
+            if len(jobs) == 1:
+                jobs[0].error = f"{type(error).__name__}: {error}"
+            else:
+                for job in jobs:
+                    self._judge([job], logits)
+            return
+        for job, (kept, last) in zip(jobs, verdicts, strict=True):
+            if last < 0:
+                job.error = NO_DISTRIBUTION
+                continue
+            tokens = [*job.draft[:kept], last]
+            rows = logits[job.first_row : job.first_row + len(tokens)]
+            logprobs = sampler.logprobs(rows, [job.sequence.state] * len(tokens), tokens)
+            for token, logprob in zip(tokens, logprobs, strict=True):
+                if not job.take(token, logprob):
+                    break
+
+    def _verdicts(self, jobs: list[Job], logits: Tensor) -> list[tuple[int, int]]:
+        states, drafts = [job.sequence.state for job in jobs], [job.draft for job in jobs]
+        rows = [job.first_row + n for job in jobs for n in range(1 + len(job.draft))]
+        target = logits[rows]
+        sampler.to_log_probs(target, states, drafts)
+        accept = [lane_key(job.sequence.state.stream, ACCEPT, job.end) for job in jobs]
+        last = [lane_key(job.sequence.state.stream, LAST, job.end) for job in jobs]
+        uniforms = [uniform(stream, n) for stream, draft in zip(accept, drafts, strict=True) for n in range(len(draft))]
+        return rejection.verify(
+            target,
+            torch.stack([row for job in jobs for row in job.draft_rows]),
+            torch.tensor([token for draft in drafts for token in draft], device=logits.device),
+            [len(draft) for draft in drafts],
+            torch.tensor(uniforms, dtype=torch.float64, device=logits.device),
+            lambda log_weights: sampler.draw(log_weights, last, [0] * len(last)),
+            self.by_block,
+        )
+
+    def _sample(self, jobs: list[Job], logits: Tensor) -> list[Job]:
         """A token for each of the jobs, from its row of logits; those whose next row counts too."""
         states = [job.sequence.state for job in jobs]
         positions = [len(job.sequence.tokens) for job in jobs]
@@ -282,15 +326,15 @@ class ModelRunner:
         going = []
         for job, token, logprob in zip(jobs, tokens, logprobs, strict=True):
             if token < 0:
-                job.error = "the model gave no distribution (logits are NaN or infinite)"
+                job.error = NO_DISTRIBUTION
             elif job.take(token, logprob):
                 going.append(job)
         return going
 
 
-def _in_parts(jobs: list[_Job]) -> Iterator[list[_Job]]:
+def _in_parts(jobs: list[Job]) -> Iterator[list[Job]]:
     """Jobs with at most LOGIT_ROWS rows of logits, or one."""
-    part: list[_Job] = []
+    part: list[Job] = []
     rows = 0
     for job in jobs:
         rows += 1 + len(job.draft)

@@ -334,7 +334,20 @@ def _nth_equal(bits: Ints, maxima: Ints, key: np.int32, n: int) -> int:
 
 
 @njit(nogil=True, cache=True)
+def _nucleus_floor(row: Floats, key: np.int32, inverse: np.float32, top_p: float) -> tuple[np.int32, float]:
+    """A key that the whole nucleus reaches, so that few tokens are left to search; and the mass of the row."""
+    peak, total = _as_float(_flip(key)), 0.0
+    for depth in (3.0, 7.0, 12.0):
+        pivot = np.float32(peak - depth / inverse)
+        total, above = _masses(row, peak, inverse, pivot)
+        if above >= _needed(top_p, total):
+            return _flip(_as_bits(pivot)), total
+    return EMPTY, total
+
+
+@njit(nogil=True, cache=True)
 def _survivors(
+    row: Floats,
     bits: Ints,
     maxima: Ints,
     scratch: Scratch,
@@ -355,10 +368,14 @@ def _survivors(
         floor = min(key, _flip(_as_bits(np.float32(peak + temperature * math.log(min_p)))))
         if top_k == 0 and top_p >= 1.0:
             return floor, bits.shape[0]
+    inverse, total = np.float32(1.0 / temperature), 0.0
+    if top_k == 0 and min_p <= 0.0:
+        floor, total = _nucleus_floor(row, key, inverse, top_p)
     n = _gather_largest(bits, maxima, top_k, floor, keys)
     threshold, equals = EMPTY, 0
     if top_p < 1.0:
-        total = _weigh(keys, weights, n, peak, np.float32(1.0 / temperature))
+        mass = _weigh(keys, weights, n, peak, inverse)
+        total = total if total > 0.0 else mass
         threshold, equals = _nucleus(keys[:n], weights[:n], _needed(top_p, total), floor, key)
     if equals == 0:  # all candidates stay
         threshold = _kth_largest(keys[:n], n)
@@ -441,7 +458,7 @@ def _draw_some(
             continue
         floor, last = EMPTY, vocab
         if top_k > 0 or min_p > 0.0:
-            floor, last = _survivors(row_bits, maxima, scratch, key, temperature, top_p, min_p, top_k)
+            floor, last = _survivors(row, row_bits, maxima, scratch, key, temperature, top_p, min_p, top_k)
         tokens[i] = _race(row, maxima, low, high, peak, temperature, floor, last, bounds)
 
 
@@ -462,6 +479,69 @@ def draw_rows(
     """
     for thread in prange(threads):
         _draw_some(logits, bits, streams, positions, params, tokens, thread, threads)
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def _block_mass_of(
+    block: Floats, start: int, peak: np.float32, inverse: np.float32, floor: np.int32, last: np.int32
+) -> np.float32:
+    mass = np.float32(0.0)
+    for j in range(block.shape[0]):
+        key = _flip(_as_bits(block[j]))
+        stays = (key > floor) | ((key == floor) & (np.int32(start + j) <= last))
+        mass += _exp((block[j] - peak) * inverse) if stays else np.float32(0.0)
+    return mass
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def _block_log_probs(
+    block: Floats, start: int, peak: np.float32, inverse: np.float32, shift: np.float32, floor: np.int32, last: np.int32
+) -> None:
+    for j in range(block.shape[0]):
+        key = _flip(_as_bits(block[j]))
+        stays = (key > floor) | ((key == floor) & (np.int32(start + j) <= last))
+        block[j] = (block[j] - peak) * inverse - shift if stays else np.float32(-np.inf)
+
+
+@njit(nogil=True, cache=True)
+def _some_log_probs(logits: Floats, bits: Ints, params: np.ndarray, first: int, step: int) -> None:
+    """`log_prob_rows` for rows first, first + step, ..."""
+    vocab = logits.shape[1]
+    maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
+    scratch = (np.empty(vocab + 1, np.int32), np.empty(vocab, np.float32))
+    for i in range(first, logits.shape[0], step):
+        row, row_bits = logits[i], bits[i]
+        temperature, top_p, min_p, top_k = params[i, 0], params[i, 1], params[i, 2], np.int64(params[i, 3])
+        key, has_nan = _summary(row_bits, maxima)
+        peak = _as_float(_flip(key))
+        if has_nan or not np.isfinite(peak):
+            row[:] = np.nan
+            continue
+        if temperature < GREEDY_BELOW:
+            winner = _first(row, maxima, peak)
+            row[:] = -np.inf
+            row[winner] = 0.0
+            continue
+        floor, last = EMPTY, vocab
+        if top_k > 0 or min_p > 0.0 or top_p < 1.0:
+            floor, last = _survivors(row, row_bits, maxima, scratch, key, temperature, top_p, min_p, top_k)
+        inverse, stop, mass = np.float32(1.0 / temperature), np.int32(last), 0.0
+        for start in range(0, vocab, WIDE):
+            mass += np.float64(_block_mass_of(row[start : start + WIDE], start, peak, inverse, floor, stop))
+        shift = np.float32(math.log(mass))
+        for start in range(0, vocab, WIDE):
+            _block_log_probs(row[start : start + WIDE], start, peak, inverse, shift, floor, stop)
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def log_prob_rows(logits: Floats, bits: Ints, params: np.ndarray, threads: int) -> None:
+    """Rows of logits become log-probabilities of what `draw_rows` draws from: -inf for what filters remove.
+
+    logits float32 / bits int32 [n, vocab]; params as there. A greedy row is sure of its token. A row without a
+    distribution becomes NaN. Threads take rows in turn.
+    """
+    for thread in prange(threads):
+        _some_log_probs(logits, bits, params, thread, threads)
 
 
 @njit(nogil=True, cache=True)

@@ -63,6 +63,10 @@ class SamplingState:
         """A generated token became known."""
         self.penalties.observe(token)
 
+    def forget(self, token: int) -> None:
+        """It was a drafted one, and the last of those observed."""
+        self.penalties.forget(token)
+
 
 def sample(
     logits: torch.Tensor, states: list[SamplingState], positions: list[int]
@@ -81,13 +85,50 @@ def sample(
         array = _array(logits)
         with _penalised(array, states):
             tokens = _draw_kernel(array, states, positions)
+    return tokens, logprobs(logits, states, tokens)
+
+
+def logprobs(logits: torch.Tensor, states: list[SamplingState], tokens: list[int]) -> list[TokenLogprobs | None]:
+    """Of tokens[row] in each row of logits, where the row's state asks for it and it has a token."""
     asked = [i for i, state in enumerate(states) if state.params.logprobs is not None and tokens[i] >= 0]
-    logprobs: list[TokenLogprobs | None] = [None] * len(states)
+    entries: list[TokenLogprobs | None] = [None] * len(states)
     if asked:
         top = max(states[i].params.logprobs or 0 for i in asked)
         for i, entry in zip(asked, _describe(logits, asked, [tokens[i] for i in asked], top), strict=True):
-            logprobs[i] = _shortened(entry, states[i].params.logprobs or 0)
-    return tokens, logprobs
+            entries[i] = _shortened(entry, states[i].params.logprobs or 0)
+    return entries
+
+
+def to_log_probs(logits: torch.Tensor, states: list[SamplingState], drafts: list[list[int]]) -> None:
+    """Rows of logits float32 [rows, vocab] become log-probabilities of what `sample` draws from: after penalties, at
+    the temperature, -inf for what filters remove. A greedy row is sure of its token; without a distribution it is NaN.
+
+    states[i] has 1 + len(drafts[i]) rows, one behind the other: each knows one drafted token more than the one before.
+    """
+    row, numbers = 0, []
+    for state, draft in zip(states, drafts, strict=True):
+        numbers += [state.numbers] * (1 + len(draft))
+        for token in (*draft, None):
+            if state.penalties.active:
+                _penalise(logits[row], state)
+            if token is not None:
+                state.observe(token)
+            row += 1
+        for token in reversed(draft):
+            state.forget(token)
+    if _stock(logits):
+        logits.copy_(stock_sampler.log_probs(logits, numbers))
+    else:
+        array = logits.numpy()
+        sample_kernels.log_prob_rows(array, array.view(np.int32), np.array(numbers, np.float64), _threads(array))
+
+
+def draw(log_weights: torch.Tensor, streams: list[int], positions: list[int]) -> list[int]:
+    """A token for each row of log-weights float32 [rows, vocab], which need not be normalised; -1 where it has none."""
+    numbers = [(1.0, 1.0, 0.0, 0)] * len(streams)
+    if _stock(log_weights):
+        return stock_sampler.draw(log_weights, streams, positions, numbers)
+    return _draw_rows(_array(log_weights), streams, positions, numbers)
 
 
 def prompt_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[TokenLogprobs]:
@@ -101,24 +142,31 @@ def prompt_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[T
 def warm_up(vocab_size: int) -> None:
     """Compiles what `sample` and `prompt_logprobs` need, so that the first request does not wait for it."""
     params = SamplingParams(temperature=1.0, top_p=0.5, logprobs=1)
-    sample(torch.zeros(1, vocab_size), [SamplingState(params, vocab_size, (), (), ())], [0])
+    state = SamplingState(params, vocab_size, (), (), ())
+    sample(torch.zeros(1, vocab_size), [state], [0])
+    to_log_probs(torch.zeros(1, vocab_size), [state], [[]])
 
 
 def _draw_kernel(array: np.ndarray, states: list[SamplingState], positions: list[int]) -> list[int]:
     """Draws of array float32 [rows, vocab] as it is."""
     if all(state.greedy for state in states):
         return _argmax(array)
-    tokens = np.empty(len(states), np.int64)
+    return _draw_rows(array, [state.stream for state in states], positions, [state.numbers for state in states])
+
+
+def _draw_rows(
+    array: np.ndarray, streams: list[int], positions: list[int], numbers: list[tuple[float, float, float, int]]
+) -> list[int]:
+    tokens = np.empty(len(array), np.int64)
     sample_kernels.draw_rows(
-        array,
-        array.view(np.int32),
-        np.array([state.stream for state in states], np.uint64),
-        np.array(positions, np.int64),
-        np.array([state.numbers for state in states], np.float64),
-        tokens,
-        torch.get_num_threads() if array.size >= PARALLEL else 1,
-    )
+        array, array.view(np.int32), np.array(streams, np.uint64), np.array(positions, np.int64),
+        np.array(numbers, np.float64), tokens, _threads(array),
+    )  # fmt: skip
     return tokens.tolist()
+
+
+def _threads(array: np.ndarray) -> int:
+    return torch.get_num_threads() if array.size >= PARALLEL else 1
 
 
 def _argmax(array: np.ndarray) -> list[int]:
@@ -145,12 +193,16 @@ def _draw_stock(logits: torch.Tensor, states: list[SamplingState], positions: li
     touched = [i for i, state in enumerate(states) if state.penalties.active]
     if touched:
         logits = logits.clone()
-        changed = logits[touched].cpu()
-        with_penalties = changed.numpy()
-        for row, i in zip(with_penalties, touched, strict=True):
-            states[i].penalties.apply(row)
-        logits[touched] = changed.to(logits.device)
+        for i in touched:
+            _penalise(logits[i], states[i])
     return stock_sampler.draw(logits, [s.stream for s in states], positions, [s.numbers for s in states])
+
+
+def _penalise(row: torch.Tensor, state: SamplingState) -> None:
+    """Changes a row [vocab] as the penalties want it, on whatever device it is."""
+    changed = row.cpu()  # the row itself where it is there
+    state.penalties.apply(changed.numpy())
+    row.copy_(changed)
 
 
 def _describe(logits: torch.Tensor, rows: list[int], tokens: list[int], top: int) -> list[TokenLogprobs]:

@@ -23,16 +23,34 @@ def draw(
     tokens = logits.argmax(dim=1)
     drawn = [i for i, (temperature, *_) in enumerate(numbers) if temperature >= GREEDY_BELOW]
     if drawn:
-        temperature, top_p, min_p, top_k = (
-            torch.tensor([numbers[i][j] for i in drawn], dtype=torch.float64, device=device)[:, None] for j in range(4)
-        )
-        scaled = (logits[drawn].double() - peaks[drawn, None].double()) / temperature
-        if any(numbers[i][1] < 1.0 or numbers[i][2] > 0.0 or numbers[i][3] > 0 for i in drawn):
-            scaled = _filtered(scaled, top_p, min_p, top_k)
+        scaled = _scaled(logits[drawn], [numbers[i] for i in drawn])
         keys = [position_key(streams[i], positions[i]) for i in drawn]
         noise = gumbel(keys, torch.arange(logits.shape[1], device=device))
         tokens[drawn] = (scaled + noise).argmax(dim=1)
     return torch.where(peaks.isfinite(), tokens, -1).tolist()
+
+
+def log_probs(logits: torch.Tensor, numbers: list[tuple[float, float, float, int]]) -> torch.Tensor:
+    """float32 [rows, vocab]: log-probabilities of what `draw` draws from, a greedy row's 0 for its token.
+
+    NaN where the row has no distribution.
+    """
+    out = torch.full_like(logits, -torch.inf).scatter_(1, logits.argmax(dim=1, keepdim=True), 0.0)
+    drawn = [i for i, (temperature, *_) in enumerate(numbers) if temperature >= GREEDY_BELOW]
+    if drawn:
+        out[drawn] = _scaled(logits[drawn], [numbers[i] for i in drawn]).log_softmax(dim=1).float()
+    out[~logits.amax(dim=1).isfinite()] = torch.nan
+    return out
+
+
+def _scaled(logits: torch.Tensor, numbers: list[tuple[float, float, float, int]]) -> torch.Tensor:
+    """(logits - peak) / T float64, -inf for what filters remove."""
+    columns = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+    temperature, top_p, min_p, top_k = (column[:, None] for column in columns.unbind(1))
+    scaled = (logits.double() - logits.amax(dim=1, keepdim=True).double()) / temperature
+    if any(p < 1.0 or least > 0.0 or most > 0 for _, p, least, most in numbers):
+        scaled = _filtered(scaled, top_p, min_p, top_k)
+    return scaled
 
 
 def _filtered(scaled: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.core.events import Event
 from paceline.core.request import NO_SLO, SLO, SamplingParams
@@ -48,6 +48,14 @@ class Sink(Protocol):
         ...
 
 
+class Drafted(NamedTuple):
+    """What one decode of a sequence that may draft did in a step. Tokens."""
+
+    asked: int = 0  # 0: held back, for it would not pay or there was no room
+    drafted: int = 0
+    accepted: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step of a group as measured: sizes in tokens and sequences, times in seconds."""
@@ -63,6 +71,8 @@ class StepRecord:
     messages_s: float  # encode, decode, socket, worker loop
     output_s: float  # sinks: detokenise, stop strings, server-sent events
     predicted_s: float | None = None  # of forward and sample together; None without a profile
+    draft_s: float = 0.0  # part of the forward pass
+    drafts: Seq[Drafted] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,6 +116,7 @@ class LocalFleet:
             max_waiting=self.config.max_waiting,
             budget=group.config.budget,
             predict=group.config.predict,
+            lookahead=group.config.lookahead,
         )
 
     async def _watch(self) -> None:

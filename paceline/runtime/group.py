@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Cancel, Complete, Reset
-from paceline.core.protocols import Budget
+from paceline.core.protocols import Budget, Lookahead
 from paceline.core.request import NO_SLO, SLO
 from paceline.core.work import EngineInfo, SliceOutput
-from paceline.runtime.api import StepRecord
+from paceline.runtime.api import Drafted, StepRecord
 from paceline.runtime.driver import Driver
 from paceline.runtime.messages import Failed, FromWorker, Loading, Ready, Step, StepDone
 from paceline.runtime.process import WorkerProcess
@@ -37,6 +37,7 @@ class WorkerConfig:
     budget: Budget | None = None
     predict: Callable[[StepShape], float] | None = None  # seconds of a step
     max_draft_tokens: int = 0  # of a sequence in a step; 0: nobody drafts
+    lookahead: Callable[[], Lookahead] | None = None  # chooses how many
 
 
 @dataclass(slots=True)
@@ -48,7 +49,9 @@ class Flight:
     result: StepResult
     sent: float
     later: Pushes = field(default_factory=list)
+    drafts: list[Drafted] = field(default_factory=list)
     forward_s: float = 0.0
+    draft_s: float = 0.0
     sample_s: float = 0.0
     output_s: float = 0.0
 
@@ -208,6 +211,8 @@ class WorkerGroup:
                 flight.result.failed.append(index)
         flight.forward_s += message.forward_s
         flight.sample_s += message.sample_s
+        flight.draft_s += message.draft_s
+        flight.result.draft_seconds += message.draft_s
         flight.result.seconds += message.forward_s + message.sample_s
         flight.output_s += time.perf_counter() - received
         if flight.parts:
@@ -237,6 +242,10 @@ class WorkerGroup:
             seq.report(flight.result, index, output, None)
             return
         seq.crashes = 0
+        batch = flight.batch
+        if index < batch.num_decodes and self.config.max_draft_tokens and seq.params.max_draft_tokens != 0:
+            asked = batch.drafts[index] if batch.drafts else 0
+            flight.drafts.append(Drafted(asked, output.num_draft, output.num_accepted))
         if output.prompt_logprobs:
             output = seq.fresh_prompt_logprobs(output, flight.batch.starts[index])
         finish = seq.take(output)
@@ -265,6 +274,8 @@ class WorkerGroup:
                 messages_s=received - flight.sent - flight.forward_s - flight.sample_s,
                 output_s=flight.output_s,
                 predicted_s=flight.batch.predicted,
+                draft_s=flight.draft_s,
+                drafts=flight.drafts,
             )
         )
         self._cached_tokens = scheduler.cached_tokens

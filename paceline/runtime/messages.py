@@ -22,12 +22,13 @@ class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
 
 
 class StepDone(msgspec.Struct, array_like=True, frozen=True, tag="done"):
-    """A batch is done; seconds of the forward pass and of sampling."""
+    """A batch is done; seconds of the forward pass, of sampling, and of drafting, which is part of the first."""
 
     batch: int
     outputs: list[SliceOutput]
     forward_s: float
     sample_s: float
+    draft_s: float
 
 
 class Loading(msgspec.Struct, array_like=True, frozen=True, tag="loading"):

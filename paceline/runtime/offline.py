@@ -103,7 +103,7 @@ class Offline:
         work = [seq.work(batch, index) for index, seq in enumerate(sequences)]
         got, forward_s, sample_s = self.engine.step(new, work, self._dropped)
         self._dropped = []
-        result = StepResult(bytearray(len(work)), seconds=forward_s + sample_s)
+        result = StepResult(bytearray(len(work)), seconds=forward_s + sample_s, draft_seconds=self.engine.draft_s)
         for index, (seq, output) in enumerate(zip(sequences, got, strict=True)):
             finish = None
             if output.error:

@@ -97,6 +97,9 @@ class RunningSequence:
             result.failed.append(index)
             return
         result.tokens[index] = len(output.tokens)
+        if output.num_draft:
+            result.drafted = result.drafted or bytearray(len(result.tokens))
+            result.drafted[index] = output.num_draft
         if finish:
             result.finished.append((index, finish))
         elif self.cacheable and output.tokens and (hashes := self.hasher.extend(self.tokens)):

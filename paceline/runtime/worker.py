@@ -57,7 +57,8 @@ class Loop:
             self.busy = True
             outputs, forward_s, sample_s = self.engine.step(message.new, message.slices, message.dropped)
             self.busy = False
-            self.channel.send(messages.encode(StepDone(message.batch, outputs, forward_s, sample_s)))
+            done = StepDone(message.batch, outputs, forward_s, sample_s, self.engine.draft_s)
+            self.channel.send(messages.encode(done))
 
 
 def beat(channel: WorkerEnd, loop: Loop) -> None:

@@ -15,13 +15,15 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from paceline.core.events import Emitted, Event
-from paceline.runtime.api import GroupLoad, StepRecord
+from paceline.core.request import MAX_DRAFT_TOKENS
+from paceline.runtime.api import Drafted, GroupLoad, StepRecord
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
 RELATIVE = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # errors, as fractions
-PARTS = ("forward", "sample", "schedule", "messages", "output")
+LENGTHS = tuple(map(float, range(MAX_DRAFT_TOKENS + 1)))
+PARTS = ("draft", "forward", "sample", "schedule", "messages", "output")
 REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -62,6 +64,35 @@ class ModelMetrics:
         self.whole = Histogram(WHOLE)
 
 
+class DraftMetrics:
+    """What became of a group's drafts, counted in decodes of sequences that may draft."""
+
+    def __init__(self) -> None:
+        self.idle = {"held_back": 0, "nothing_found": 0}  # decodes without a draft
+        self.lengths = Histogram(LENGTHS)  # of drafts
+        self.accepted = 0
+        self.drafted_at = [0] * MAX_DRAFT_TOKENS  # by place in the draft
+        self.accepted_at = [0] * MAX_DRAFT_TOKENS
+
+    def add(self, one: Drafted) -> None:
+        if not one.drafted:
+            self.idle["nothing_found" if one.asked else "held_back"] += 1
+            return
+        self.lengths.observe(one.drafted)
+        self.accepted += one.accepted
+        for place in range(one.drafted):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < one.accepted
+
+    @property
+    def num_drafts(self) -> int:
+        return self.drafted_at[0]
+
+    @property
+    def drafted(self) -> int:
+        return sum(self.drafted_at)
+
+
 class _Open:
     """A sequence on its way: times in seconds."""
 
@@ -81,6 +112,7 @@ class Metrics:
         self.parts: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(PARTS))
         self.steps: dict[int, int] = defaultdict(int)
         self.cached: dict[int, int] = defaultdict(int)
+        self.drafts: dict[int, DraftMetrics] = defaultdict(DraftMetrics)
         self.prediction: dict[int, Histogram] = defaultdict(lambda: Histogram(RELATIVE))
         self.http: dict[tuple[str, int], int] = defaultdict(int)
         self.rejected = 0
@@ -125,11 +157,14 @@ class Metrics:
         self.steps[group] += 1
         self.cached[group] += record.cached_tokens
         parts = self.parts[group]
-        parts[0] += record.forward_s
-        parts[1] += record.sample_s
-        parts[2] += record.schedule_s
-        parts[3] += record.messages_s
-        parts[4] += record.output_s
+        parts[0] += record.draft_s
+        parts[1] += record.forward_s - record.draft_s
+        parts[2] += record.sample_s
+        parts[3] += record.schedule_s
+        parts[4] += record.messages_s
+        parts[5] += record.output_s
+        for one in record.drafts:
+            self.drafts[group].add(one)
         if record.predicted_s is not None:
             actual = record.forward_s + record.sample_s
             self.prediction[group].observe(abs(record.predicted_s / actual - 1))
@@ -163,9 +198,11 @@ class _Samples(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._http()
         yield from self._steps()
+        yield from self._drafts("paceline_")
         yield from self._models("paceline_", "model", "inter_token_seconds")
         if self._vllm:
             yield from self._models("vllm:", "model_name", "inter_token_latency_seconds")
+            yield from self._drafts("vllm:")
             yield from self._vllm_gauges()
 
     def _http(self) -> Iterator[Metric]:
@@ -197,6 +234,31 @@ class _Samples(Collector):
         errors = {str(group): histogram for group, histogram in m.prediction.items()}
         text = "|predicted - measured| / measured of steps, where there is a profile."
         yield _histograms("paceline_step_prediction_error", text, "group", errors)
+
+    def _drafts(self, prefix: str) -> Iterator[Metric]:
+        drafts, prefix = self._metrics.drafts, prefix + "spec_decode_"
+        for name, text, get in (
+            ("num_drafts", "Decodes with a draft.", lambda one: one.num_drafts),
+            ("num_draft_tokens", "Tokens drafted.", lambda one: one.drafted),
+            ("num_accepted_tokens", "Of those, emitted.", lambda one: one.accepted),
+        ):
+            values = {group: get(one) for group, one in drafts.items()}
+            yield _family(CounterMetricFamily, prefix + name, text, ["group"], values)
+        places = {"num_draft_tokens_per_pos": "drafted_at", "num_accepted_tokens_per_pos": "accepted_at"}
+        for name, field in places.items():
+            family = CounterMetricFamily(prefix + name, "By place in the draft.", labels=["group", "position"])
+            for group, one in drafts.items():
+                for place, count in enumerate(getattr(one, field)):
+                    if one.drafted_at[place]:
+                        family.add_metric([str(group), str(place)], count)
+            yield family
+        idle = CounterMetricFamily(prefix + "idle", "Decodes without a draft, by reason.", labels=["group", "reason"])
+        for group, one in drafts.items():
+            for reason, count in one.idle.items():
+                idle.add_metric([str(group), reason], count)
+        yield idle
+        lengths = {str(group): one.lengths for group, one in drafts.items()}
+        yield _histograms(prefix + "draft_length", "Tokens of a draft.", "group", lengths)
 
     def _named(self) -> dict[str, ModelMetrics]:
         """Metrics by model; sequences that no route told of, if any, under the empty name."""

@@ -298,6 +298,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, max_tokens: int) -
         repetition_penalty=request.repetition_penalty,
         logit_bias=request.logit_bias,
         seed=seed,
+        seeded=request.seed is not None,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,

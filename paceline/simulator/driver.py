@@ -80,7 +80,7 @@ class FixedOutputs:
         self._left, self._stay = dict(lengths), stay
 
     def __call__(self, batch: Batch) -> StepResult:
-        result = StepResult(bytearray(batch.emits))
+        result = StepResult(bytearray(batch.emits), drafted=bytearray(batch.drafts or ()))
         for index, (request, emits) in enumerate(zip(batch.requests, batch.emits, strict=True)):
             if emits:
                 drafted = batch.drafts[index] if batch.drafts else 0

@@ -18,7 +18,7 @@ Requests that are greedy or seeded need none of this: ordinary sampling decides 
 the position has in any case, and a drafted token stays if it is the same (`engine.runner`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -27,17 +27,24 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def verify(
-    target: Tensor, draft: Tensor, tokens: Tensor, lengths: Sequence[int], uniforms: Tensor, gumbel: Tensor, block: bool
+    target: Tensor,
+    draft: Tensor,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    uniforms: Tensor,
+    draw: Callable[[Tensor], list[int]],
+    block: bool,
 ) -> list[tuple[int, int]]:
     """For each request how many drafted tokens stay, and the one that follows them.
 
-    uniforms [sum(K)] in [0, 1) decide about the drafted tokens, gumbel [requests, vocabulary] about the last one. Both
-    must be independent of each other and of what the drafts were drawn with, this time and at any earlier one.
+    uniforms [sum(K)] in [0, 1) decide about the drafted tokens; `draw` draws the last ones, an id from each row of
+    log-weights [requests, vocabulary]. The noise of both must be independent of each other's and of what the drafts
+    were drawn with, this time and at any earlier one.
     """
     accept, weights = acceptance(target, draft, tokens, lengths, block)
     kept = count(accept, uniforms, lengths, block)
     last = last_log_weights(target, draft, weights, lengths, kept)
-    return list(zip(kept, (last + gumbel).argmax(dim=1).tolist(), strict=True))
+    return list(zip(kept, draw(last), strict=True))
 
 
 def acceptance(

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Advance, Cancel, Complete, Event, Reset, Submit
 from paceline.core.request import SLO, Request
 from paceline.simulator.driver import FixedOutputs, simulate
+from paceline.speculation.lookahead import Costs, Lookahead
 
 TAKE_ALL_DECODES = {"orca", "sarathi_2023", "sarathi_2023_tile_aligned", "sarathi_serve", "paceline"}
 KEEP_TO_THE_BUDGET = {"sarathi_serve", "paceline", "chunked_prefill_only"}
@@ -22,6 +24,7 @@ REQUESTS = st.lists(
     min_size=1,
     max_size=14,
 )
+SLOW, FAST = Costs([10.0 + n for n in range(200)]), Costs([0.1] * 200)
 LIMITS = st.builds(
     SchedulerConfig,
     token_budget=st.integers(1, 48),
@@ -82,9 +85,10 @@ def shared_prefixes(family: int, prompt: int, size: int) -> tuple[int, ...]:
     LIMITS,
     st.sets(st.integers(0, 13)),
     st.integers(0, 400),
+    st.sampled_from([None, partial(Lookahead, SLOW, None), partial(Lookahead, SLOW, FAST)]),
 )
-def test_every_run_keeps_the_invariants(policy, pipeline, rows, limits, cancelled, cancel_time):
-    controller = Controller([GroupConfig(scheduler=limits, policy=policy, pipeline=pipeline)])
+def test_every_run_keeps_the_invariants(policy, pipeline, rows, limits, cancelled, cancel_time, lookahead):
+    controller = Controller([GroupConfig(scheduler=limits, policy=policy, pipeline=pipeline, lookahead=lookahead)])
     requests = [
         Request(
             str(i),
@@ -256,6 +260,20 @@ def test_a_budget_is_asked_each_step_and_kept_to():
     assert asked[1] == (StepShape(1, 1, 1, 4), [(0, 30)], 0.2)
     assert asked[2] == (StepShape(1, 1, 1, 5), [(6, 24)], 0.2)
     assert [e.tokens for e in trace if e.kind == "started"][:4] == [4, 7, 10, 10]
+
+
+def test_drafts_stop_for_prompts_that_the_step_takes_and_for_no_others():
+    """With one place, the second request waits for the first, not for the drafts to stop."""
+    for places, drafted in ((1, {4}), (2, {0, 4})):
+        limits = SchedulerConfig(token_budget=32, max_batch=places)
+        flat = Costs([1.0] * 8 + [n / 8 for n in range(8, 100)])
+        controller = Controller([GroupConfig(scheduler=limits, lookahead=partial(Lookahead, flat, None))])
+        requests = [Request("a", 4, 64, max_draft_tokens=4), Request("b", 200, 1, arrival=1)]
+        outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: drafted)
+        trace = simulate(controller, requests, lambda batch: 1, outputs)
+        batches = [e.detail for e in trace if e.kind == "started"]
+        asked = [s.num_draft for batch in batches for s in batch.slices if s.sequence.id == "a" and s.decode]
+        assert set(asked[:8]) == drafted
 
 
 def test_memory_is_planned_for_what_a_policy_composes():

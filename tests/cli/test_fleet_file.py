@@ -30,7 +30,7 @@ def test_a_fleet_file_names_its_models(tmp_path):
         ("models:\n  - {name: a, source: x, slo: {tbt: 0}}\n", "models.0.slo.tbt: .*greater than 0"),
         ("models:\n  - {name: a, source: x, quantization: int3}\n", "models.0.quantization: .*'none' or 'int8'"),
         ("models:\n  - {name: a, source: x, speculation: {draft: x}}\n", r"speculation.draft: .*mean 'drafter'\?"),
-        ("models:\n  - {name: a, source: x, speculation: {drafter: x}}\n", "speculation.drafter: .*'none' or 'ngram'"),
+        ("models:\n  - {name: a, source: x, speculation: {drafter: 3}}\n", "speculation.drafter: .*valid string"),
         ("models: []\n", "models"),
         ("models:\n  - {name: 3, source: x}\n", "models.0.name"),
         (GOOD + "  - {name: a, source: builtin:coder}\n", "'a' is there twice"),
@@ -94,6 +94,22 @@ def test_names_must_fit_the_models():
         find_models(["builtin:coder", "builtin:coder"], [])
 
 
-def test_speculation_is_a_key_of_a_model(tmp_path):
-    text = GOOD.replace("builtin:coder}", "builtin:coder, speculation: {drafter: ngram, max_draft_tokens: 6}}", 1)
-    assert [m.max_draft_tokens for m in find_models([str(write(tmp_path, text))], [])] == [6, 0]
+@pytest.mark.parametrize(
+    ("speculation", "drafter", "draft"),
+    [
+        ("drafter: ngram, max_draft_tokens: 6", "ngram", 6),
+        ("drafter: early_exit, early_exit_layers: 2", "early_exit", 4),
+        ("drafter: builtin:coder-draft", str(BUILTIN / "coder-draft"), 4),
+        ("drafter: none, max_draft_tokens: 6", "ngram", 0),
+    ],
+)
+def test_speculation_is_a_key_of_a_model(tmp_path, speculation, drafter, draft):
+    text = GOOD.replace("builtin:coder}", f"'builtin:coder', speculation: {{{speculation}}}}}", 1)
+    models = find_models([str(write(tmp_path, text))], [])
+    assert [(m.drafting.drafter, m.drafting.max_draft_tokens) for m in models] == [(drafter, draft), ("ngram", 0)]
+
+
+def test_a_drafter_that_is_nowhere_is_named(tmp_path):
+    text = GOOD.replace("builtin:coder}", "'builtin:coder', speculation: {drafter: builtin:codr}}", 1)
+    with pytest.raises(ValueError, match=r"speculation.drafter: no model 'builtin:codr'.*ngram, early_exit"):
+        find_models([str(write(tmp_path, text))], [])

@@ -187,22 +187,23 @@ def test_what_a_token_does_not_see_weighs_nothing(window: int | None) -> None:
 def test_the_pool_takes_what_memory_leaves() -> None:
     block = config().kv_bytes_per_token * 4
     assert block == 2 * 2 * 2 * 8 * 4 * 4
-    assert pool_blocks(config(), 4, used=1000, memory=1000 + 7 * block + 5, useful_tokens=10**6) == 7
-    assert pool_blocks(config(), 4, used=1000, memory=10**9, useful_tokens=9) == 3
+    assert pool_blocks(config().kv_bytes_per_token, 4, used=1000, memory=1000 + 7 * block + 5, useful_tokens=10**6) == 7
+    assert pool_blocks(config().kv_bytes_per_token, 4, used=1000, memory=10**9, useful_tokens=9) == 3
 
 
 def test_the_default_pool_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     block = config().kv_bytes_per_token * 4
     monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 1 << 50)
-    assert pool_blocks(config(), 4, used=0, memory=None, useful_tokens=10**12) == kv_cache.DEFAULT_POOL // block
+    most = pool_blocks(config().kv_bytes_per_token, 4, used=0, memory=None, useful_tokens=10**12)
+    assert most == kv_cache.DEFAULT_POOL // block
     monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 100 * block)
     used = resident_bytes() + 20 * block
-    assert 60 <= pool_blocks(config(), 4, used=used, memory=None, useful_tokens=10**12) <= 80
+    assert 60 <= pool_blocks(config().kv_bytes_per_token, 4, used=used, memory=None, useful_tokens=10**12) <= 80
 
 
 def test_too_little_memory_is_said_at_the_start() -> None:
     with pytest.raises(ModelError, match="not enough memory: 1 MiB are needed beside the KV cache and 0 MiB remain"):
-        pool_blocks(config(), 4, used=1 << 20, memory=1 << 20, useful_tokens=100)
+        pool_blocks(config().kv_bytes_per_token, 4, used=1 << 20, memory=1 << 20, useful_tokens=100)
 
 
 def test_resident_bytes_sees_this_process() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.request import SamplingParams
 from paceline.engine import keyed_random, sample_kernels, sampler
-from paceline.engine.sampler import SamplingState, prompt_logprobs, sample
+from paceline.engine.sampler import SamplingState, draw, prompt_logprobs, sample, to_log_probs
 
 MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -117,6 +117,23 @@ def test_filters_and_temperature(backend: str, name: str, rounded: bool) -> None
         assert logprobs == [None] * 8
 
 
+@pytest.mark.parametrize("rounded", [False, True], ids=["continuous", "ties"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_log_probabilities_are_of_what_is_drawn_from(backend: str, name: str, rounded: bool) -> None:
+    for vocab in (3, 131, 1500):
+        params = [SamplingParams(seed=17 * i - 20, **FILTERS[name]) for i in range(8)]
+        states, positions = [state(p, vocab) for p in params], [1000 * i for i in range(8)]
+        rows = random_logits(8, vocab, vocab, rounded)
+        log_probs = rows.clone()
+        to_log_probs(log_probs, states, [[]] * 8)
+        for row, got in zip(rows.double().numpy(), log_probs.double().numpy(), strict=True):
+            kept = [int(row.argmax())] if params[0].temperature < 1e-5 else survivors(row, params[0])
+            assert set(np.flatnonzero(got > -np.inf)) == set(kept)
+            scaled = row[kept] / max(params[0].temperature, 1e-5)
+            assert got[kept] == pytest.approx(scaled - np.logaddexp.reduce(scaled), abs=1e-5)
+        assert draw(log_probs, [s.stream for s in states], positions) == sample(rows, states, positions)[0]
+
+
 PENALTIES = {
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 0.75},
@@ -155,6 +172,40 @@ def test_penalties_token_by_token(backend: str, name: str, temperature: float) -
         assert sample(logits, recovered, [step])[0] == [token]
         generated.append(token)
         states[0].observe(token)
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_each_row_knows_the_drafted_tokens_before_it(backend: str, name: str) -> None:
+    vocab, eos, prompt, generated, draft = 12, (5, 6), [1, 1, 2, 9], [3, 9], [7, 3, 7, 1, 7]
+    params = SamplingParams(seed=3, **PENALTIES[name])
+    one = SamplingState(params, vocab, eos, prompt, generated)
+    rows = random_logits(len(draft) + 1, vocab)
+    got = rows.clone()
+    to_log_probs(got, [one], [draft])
+    for n, row in enumerate(rows):
+        behind = row[None].clone()
+        to_log_probs(behind, [SamplingState(params, vocab, eos, prompt, generated + draft[:n])], [[]])
+        assert torch.equal(got[n], behind[0])
+    again = rows.clone()  # and the state has forgotten them
+    to_log_probs(again, [one], [draft])
+    assert torch.equal(got, again)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.lists(st.integers(-1, 10), max_size=12))
+def test_what_is_forgotten_leaves_no_trace(known: list[int], drafted: list[int]) -> None:
+    params = SamplingParams(presence_penalty=0.4, frequency_penalty=0.3, repetition_penalty=1.2)
+    one, other = (SamplingState(params, 10, (), (1, 1, 2), known) for _ in range(2))
+    for token in drafted:
+        one.observe(token)
+    for token in reversed(drafted):
+        one.forget(token)
+    for token in known:  # both go on
+        one.observe(token)
+        other.observe(token)
+    rows = [np.arange(10, dtype=np.float32) - 4 for _ in range(2)]
+    for row, penalised_state in zip(rows, (one, other), strict=True):
+        penalised_state.penalties.apply(row)
+    assert rows[0].tolist() == rows[1].tolist() and one.penalties.generated == other.penalties.generated
 
 
 def test_many_distinct_tokens_are_counted() -> None:
@@ -251,6 +302,10 @@ def test_a_broken_row_fails_alone(backend: str) -> None:
         tokens, logprobs = sample(torch.stack([good, *broken, good]), [one] * 7, [3] * 7)
         assert tokens[1:6] == [-1] * 5 and logprobs[1:6] == [None] * 5
         assert tokens[0] == tokens[6] >= 0 and logprobs[0] == logprobs[6] != None  # noqa: E711
+        log_probs = torch.stack([good, *broken, good])
+        to_log_probs(log_probs, [one] * 7, [[]] * 7)
+        assert log_probs[1:6].isnan().all() and torch.equal(log_probs[0], log_probs[6])
+        assert draw(log_probs, [one.stream] * 7, [3] * 7)[1:6] == [-1] * 5
     entries = prompt_logprobs(torch.stack([good, *broken]), [0] * 6, 2)
     assert [entry.token for entry in entries] == [0, -1, -1, -1, -1, -1]
     assert entries[1].top_ids == [] and math.isnan(entries[1].logprob)

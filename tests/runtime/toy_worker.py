@@ -24,7 +24,7 @@ def next_token(tokens: list[int]) -> int:
 class ToyEngine:
     def __init__(self, num_blocks: int = 64, block_size: int = 4, delay: float = 0.0, marker: str = "") -> None:
         self.info = EngineInfo(num_blocks, block_size, 10, 20, 30, context=num_blocks * block_size, vocab_size=VOCAB)
-        self.progress = 0
+        self.progress, self.draft_s = 0, 0.0
         self.delay, self.marker = delay, marker
         self.cache = [[-1] * block_size for _ in range(num_blocks)]
         self.tokens: dict[int, list[int]] = {}

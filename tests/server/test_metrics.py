@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.events import Emitted, Event
 from paceline.engine.tokenizer import Tokenizer
-from paceline.runtime.api import GroupLoad, StepRecord
+from paceline.runtime.api import Drafted, GroupLoad, StepRecord
 from paceline.server.app import ServerConfig
 from paceline.server.metrics import Metrics, exposition
 from tests.server.conftest import in_process
@@ -113,3 +113,22 @@ def test_predictions_are_compared_with_what_steps_took() -> None:
     name = "paceline_step_prediction_error"
     assert found[f"{name}_count{{group=0}}"] == 2 and found[f"{name}_sum{{group=0}}"] == pytest.approx(0.21)
     assert found[f"{name}_bucket{{group=0}}{{le=0.02}}"] == 1 and found[f"{name}_bucket{{group=0}}{{le=0.3}}"] == 2
+
+
+@pytest.mark.parametrize("vllm", [False, True])
+def test_drafts(vllm: bool) -> None:
+    metrics = observed()
+    drafts = [Drafted(4, 4, 2), Drafted(4, 2, 2), Drafted(4, 0, 0), Drafted(), Drafted()]
+    metrics.on_step(StepRecord(0, 2.0, 9, 5, 0, 0.1, 0.01, 0.001, 0.002, 0.003, draft_s=0.04, drafts=drafts))
+    found = samples(exposition(metrics, LOAD, vllm).decode())
+    name = ("vllm:" if vllm else "paceline_") + "spec_decode_"
+    counted = {"num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 4}
+    assert {key: found[f"{name}{key}_total{{group=0}}"] for key in counted} == counted
+    places = [found.get(f"{name}num_draft_tokens_per_pos_total{{group=0}}{{position={i}}}") for i in range(5)]
+    assert places == [2, 2, 1, 1, None]
+    places = [found.get(f"{name}num_accepted_tokens_per_pos_total{{group=0}}{{position={i}}}") for i in range(4)]
+    assert places == [2, 2, 0, 0]
+    assert found[f"{name}idle_total{{group=0}}{{reason=held_back}}"] == 2
+    assert found[f"{name}idle_total{{group=0}}{{reason=nothing_found}}"] == 1
+    assert found[f"{name}draft_length_bucket{{group=0}}{{le=2.0}}"] == 1
+    assert found["paceline_step_seconds_total{group=0}{part=draft}"] == pytest.approx(0.04)

@@ -181,10 +181,11 @@ def emitted(block: bool, reuse: str = "", samples: int = 200_000) -> float:
     rows = torch.stack([logs(target), logs(target, first), logs(target, first, second)], 1).flatten(0, 1)
     drafts = torch.stack([logs(draft), logs(draft, first)], 1).flatten(0, 1)
     uniforms = torch.rand(samples, 2, generator=generator, dtype=torch.float64)
-    last = first_noise if reuse == "draft" else noise()
+    last_noise = first_noise if reuse == "draft" else noise()
     verdicts = rejection.verify(
-        rows, drafts, torch.stack([first, second], 1).flatten(), [2] * samples, uniforms.flatten(), last, block
-    )
+        rows, drafts, torch.stack([first, second], 1).flatten(), [2] * samples, uniforms.flatten(),
+        lambda weights: (weights + last_noise).argmax(1).tolist(), block,
+    )  # fmt: skip
     seen: Counter[oracle.Context] = Counter()
     follow = (logs(target, torch.tensor([token for _, token in verdicts])) + noise()).argmax(1).tolist()
     for drafted, (count, token), behind in zip(
@@ -208,7 +209,7 @@ def test_without_a_draft_the_token_is_the_targets() -> None:
     target = torch.tensor([[0.2, 0.5, 0.3], [0.9, 0.05, 0.05]]).log()
     nothing = torch.empty(0, 3)
     got = rejection.verify(
-        target, nothing, torch.empty(0, dtype=torch.int64), [0, 0], torch.empty(0), torch.zeros(2, 3), True
+        target, nothing, torch.empty(0, dtype=torch.int64), [0, 0], torch.empty(0), lambda w: w.argmax(1).tolist(), True
     )
     assert got == [(0, 1), (0, 0)]
 

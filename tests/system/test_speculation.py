@@ -1,19 +1,25 @@
 """The real client against a server that drafts: the same answers as without, in fewer steps."""
 
+import re
+
+import httpx
 import openai
 import pytest
 
 from tests.system.server import Server
 
-FLEET = "models:\n  - {name: coder, source: 'builtin:coder', speculation: {drafter: ngram, max_draft_tokens: 6}}\n"
+FLEET = (
+    "models:\n  - {{name: coder, source: 'builtin:coder', "
+    "speculation: {{drafter: '{}', max_draft_tokens: 6, adaptive: false}}}}\n"
+)
 PROMPT = "import os\nimport sys\n\nx = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1,"
 OFF = {"speculation": {"enabled": False}}
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory):
+@pytest.fixture(scope="module", params=["ngram", "builtin:coder-draft"])
+def client(request, tmp_path_factory):
     fleet = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
-    fleet.write_text(FLEET)
+    fleet.write_text(FLEET.format(request.param))
     with (
         Server(str(fleet)) as server,
         openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
@@ -50,6 +56,17 @@ def test_usage_says_what_became_of_drafts(client):
     details = usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 10 and details.rejected_prediction_tokens >= 0
     assert details.accepted_prediction_tokens < usage.completion_tokens
+
+
+def test_metrics_count_drafts(client):
+    client.completions.create(model="coder", prompt=PROMPT, max_tokens=32, temperature=0.8)
+    text = httpx.get(str(client.base_url).replace("/v1/", "/metrics")).text
+    drafts, tokens, accepted = (
+        int(float(re.search(rf'^paceline_spec_decode_{name}_total{{group="0"}} (\S+)', text, re.M)[1]))
+        for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    )
+    assert 0 < drafts < tokens <= 6 * drafts and accepted <= tokens
+    assert 'paceline_step_seconds_total{group="0",part="draft"}' in text
 
 
 @pytest.mark.parametrize("value", [{"max_draft_tokens": 17}, {"enabled": 1}, {"drafts": 2}])

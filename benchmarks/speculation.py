@@ -1,0 +1,178 @@
+"""Speculation with a dialled pair: speed-up over K against the formula, and every load against no speculation.
+
+`single`: one request at a time, for each K, what the engine reaches, beside
+(1 - a^(K+1)) / ((1 - a) (K c + T(K+1) / T(1)))
+with the acceptance a, the draft's cost c and the step times T(n) measured in the same run. `loads`: so many requests at
+a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). All by turns.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+from statistics import median
+
+from benchmarks.dialled import VOCABULARY, Dial, pair
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.controller import GroupConfig
+from paceline.core.request import SamplingParams
+from paceline.core.work import NewSequence, SliceWork
+from paceline.engine.profiler import profile
+from paceline.engine.runner import ModelRunner
+from paceline.runtime.offline import Offline
+from paceline.speculation.lookahead import Costs, Lookahead
+
+PROMPT = 64
+PLANS = {  # draft layers, output tokens, rounds, loads
+    "small": (1, 48, 2, (1, 4, 16)),
+    "qwen2.5-0.5b": (1, 32, 2, (1, 2, 4, 8, 16, 32)),
+    "llama-3.2-1b": (1, 64, 3, ()),
+}
+ACCEPTANCES = (0.3, 0.6, 0.8, 0.95)
+DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8)
+FIXED = (2, 4, 6)
+
+
+class Pair:
+    """Target and draft in one engine, and counts of what a run did."""
+
+    def __init__(self, shape: str) -> None:
+        self.layers, self.output, self.rounds, self.loads = PLANS[shape]
+        target, draft = pair(shape, self.layers)
+        widest = max(self.loads, default=1)
+        limits = dict(max_batch_tokens=512, max_batch=widest, num_blocks=widest * 16 + 128, context=1024)
+        self.runner = ModelRunner.load(target, drafter=str(draft), **limits)
+        self.dial = Dial(self.runner, self.layers)
+        models = self.runner, ModelRunner.load(draft, **limits)
+        profiles = [profile(one, max_tokens=256, max_batch=widest, seconds=20) for one in models]
+        self.costs = [Costs(p.step_time.linear, p.step_time.emit + p.step_time.decode, p.step_time.decode_context)
+                      for p in profiles]  # fmt: skip
+
+    def run(self, requests: int, most: int, at_a_time: int, adaptive: bool = False, seed: int = 0) -> dict[str, float]:
+        """Seconds, tokens and drafts of requests that are there at once."""
+        runner, counts = self.runner, defaultdict(float)
+        limits = SchedulerConfig(max_batch=at_a_time, num_blocks=runner.info.num_blocks)
+        lookahead: Callable[[], Lookahead] | None = (lambda: self.lookahead) if adaptive else None
+        offline = Offline(runner, GroupConfig(scheduler=limits, lookahead=lookahead))
+
+        def step(new, slices, dropped, plain=ModelRunner.step):
+            begin = time.perf_counter()
+            outputs = plain(runner, new, slices, dropped)
+            if slices and all(work.length == 1 + work.num_draft for work in slices):
+                counts["decode_s"] += time.perf_counter() - begin
+                counts["steps"] += 1
+                counts["tokens"] += sum(len(output.tokens) for output in outputs[0])
+                counts["draft_s"] += runner.draft_s
+            for output in outputs[0]:
+                counts["drafted"] += output.num_draft
+                counts["accepted"] += output.num_accepted
+                counts["verified"] += output.num_draft > 0
+                counts["tried"] += min(output.num_draft, output.num_accepted + 1)
+            return outputs
+
+        prompts = [Random(100 * seed + i).choices(range(300, VOCABULARY), k=PROMPT) for i in range(requests)]
+        base = SamplingParams(
+            max_tokens=self.output, temperature=1.0, ignore_eos=True, seeded=False, max_draft_tokens=most
+        )
+        runner.step = step
+        try:
+            begin = time.perf_counter()
+            results = offline.generate(prompts, [replace(base, seed=1000 * seed + i) for i in range(requests)])
+            counts["seconds"] = time.perf_counter() - begin
+        finally:
+            del runner.step
+        gaps = sorted(b - a for one in results for a, b in zip(one.times, one.times[1:], strict=False))
+        return counts | {"p99_gap": gaps[int(0.99 * len(gaps))], "output": sum(len(one.tokens) for one in results)}
+
+    def accepted_share(self, requests: int = 4) -> float:
+        """The probability that a drafted token stays, if those before it did."""
+        found = self.run(requests, 4, 4 if self.loads else 1, seed=77)
+        return found["accepted"] / found["tried"]
+
+    def dialled_to(self, acceptance: float) -> float:
+        """Turns the dial until drafts are accepted so often; what was reached."""
+        low, high, found = 1e-3, 4.0, 1.0
+        self.lookahead = Lookahead(*self.costs)  # learns anew
+        for _ in range(9):
+            self.dial.turn((low * high) ** 0.5)
+            found = self.accepted_share()
+            low, high = (low, self.dial.eps) if found < acceptance else (self.dial.eps, high)
+            if abs(found - acceptance) < 0.015:
+                break
+        return found
+
+    def step_seconds(self, rows: int, times: int = 8) -> float:
+        """A step of the target whose rows are the last tokens of one sequence."""
+        known, blocks = PROMPT + rows, list(range((PROMPT + rows) // 16 + 1))
+        taken = []
+        for turn in range(times):
+            self.runner.step([NewSequence(turn, [300 + i for i in range(known)], known, SamplingParams(
+                max_draft_tokens=0))], [SliceWork(turn, 0, PROMPT, False, 0, blocks)], [])  # fmt: skip
+            begin = time.perf_counter()
+            self.runner.step([], [SliceWork(turn, PROMPT, rows, True, len(blocks), [])], [])
+            taken.append(time.perf_counter() - begin)
+            self.runner.step([], [], [turn])
+        return median(taken[1:])
+
+
+def run(shape: str) -> dict:
+    both = Pair(shape)
+    result: dict = {"draft_layers": both.layers, "vocabulary": VOCABULARY, "output": both.output}
+    result["single"] = single(both)
+    print(f"  single: {result['single']}", flush=True)
+    result["loads"] = [point for acceptance in ACCEPTANCES for point in loads(both, acceptance)] if both.loads else []
+    return result
+
+
+def single(both: Pair, acceptance: float = 0.8) -> dict:
+    reached = both.dialled_to(acceptance)
+    widths = {n: both.step_seconds(n) for n in sorted({1, *(depth + 1 for depth in DEPTHS)})}
+    runs: dict[int | str, list[dict]] = defaultdict(list)
+    for turn in range(both.rounds):
+        for depth in DEPTHS:
+            runs[depth].append(both.run(2, depth, 1, seed=turn))
+        runs["adaptive"].append(both.run(2, DEPTHS[-1], 1, adaptive=True, seed=turn))
+    rows = []
+    for depth, found in runs.items():
+        total = {key: sum(one[key] for one in found) for key in found[0]}
+        per_token = total["decode_s"] / total["tokens"]
+        speed_ups = [a["decode_s"] / a["tokens"] / (b["decode_s"] / b["tokens"])
+                     for a, b in zip(runs[0], found, strict=True)]  # fmt: skip
+        row: dict = {"K": depth, "ms_per_token": round(1e3 * per_token, 3), "speed_up": round(median(speed_ups), 3)}
+        if total["drafted"]:
+            a, c = total["accepted"] / total["tried"], total["draft_s"] / total["drafted"] / widths[1]
+            row |= {"acceptance": round(a, 3), "draft_cost": round(c, 3),
+                    "tokens_per_step": round(total["tokens"] / total["steps"], 3),
+                    "ms_per_step": round(1e3 * total["decode_s"] / total["steps"], 2)}  # fmt: skip
+        if depth and depth != "adaptive":
+            row["tokens_per_step_over_K_1"] = round(row["tokens_per_step"] / (depth + 1), 3)
+            row["formula"] = round((1 - a ** (depth + 1)) / (1 - a) / (depth * c + widths[depth + 1] / widths[1]), 3)
+        rows.append(row)
+    return {
+        "acceptance": round(reached, 3),
+        "eps": round(both.dial.eps, 4),
+        "T(n)/T(1)": {n: round(seconds / widths[1], 3) for n, seconds in widths.items()},
+        "T(1)_ms": round(1e3 * widths[1], 2),
+        "rows": rows,
+    }
+
+
+def loads(both: Pair, acceptance: float) -> list[dict]:
+    reached, points = both.dialled_to(acceptance), []
+    for load in both.loads:
+        ways = {"none": (0, False), **{f"K={k}": (k, False) for k in FIXED}, "adaptive": (8, True)}
+        runs: dict[str, list[dict]] = defaultdict(list)
+        for turn in range(both.rounds):
+            for name, (most, adaptive) in ways.items():
+                runs[name].append(both.run(max(load, 2), most, load, adaptive, seed=turn))
+        rate = {n: median(one["tokens"] / one["decode_s"] for one in found) for n, found in runs.items()}
+        points.append({
+            "acceptance": round(reached, 3), "requests": load,
+            "tokens_per_s": {name: round(value, 2) for name, value in rate.items()},
+            "adaptive_over_none": round(rate["adaptive"] / rate["none"], 3),
+            "adaptive_over_best_fixed": round(rate["adaptive"] / max(rate[f"K={k}"] for k in FIXED), 3),
+            "p99_gap_ms": {n: round(1e3 * median(one["p99_gap"] for one in found), 1) for n, found in runs.items()},
+        })  # fmt: skip
+        print(f"  {points[-1]}", flush=True)
+    return points

@@ -1,0 +1,70 @@
+"""What the engine remembers of a sequence, and one slice of a step on its way to an output."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from paceline.core.request import SamplingParams
+from paceline.core.work import SliceOutput, SliceWork, TokenLogprobs
+from paceline.engine.attention import SliceSpan
+from paceline.engine.sampler import SamplingState
+
+
+@dataclass(slots=True)
+class EngineSequence:
+    """What outlives a step."""
+
+    tokens: array  # known: prompt and generated
+    num_prompt: int
+    stops: frozenset[int]  # ids that end it
+    params: SamplingParams
+    state: SamplingState
+    blocks: array = field(default_factory=lambda: array("q"))  # ids, as NumPy reads them without a copy
+    num_followed: int = 0  # tokens whose keys and values a draft model has
+    num_filled: int = 0  # blocks that it is known to have filled
+
+
+@dataclass(slots=True)
+class Job:
+    """One slice of a step."""
+
+    work: SliceWork
+    sequence: EngineSequence | None = None
+    span: SliceSpan | None = None
+    draft: list[int] = field(default_factory=list)
+    draft_rows: list[Tensor] = field(default_factory=list)  # log-probabilities that those were drawn from, to judge by
+    accepted: int = 0  # of the draft
+    begin: int = 0  # where its rows are among the step's hidden states
+    first_row: int = 0  # and its logits among those of its part
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str = ""
+
+    @property
+    def end(self) -> int:
+        """Known tokens that are computed when the step is done."""
+        return self.work.start + self.work.length - self.work.num_draft
+
+    @property
+    def coupled(self) -> bool:
+        """Whether its tokens must be those without drafts: ordinary sampling judges the draft."""
+        return self.sequence.state.greedy or self.sequence.params.seeded
+
+    def output(self) -> SliceOutput:
+        if self.error:
+            return SliceOutput([], error=self.error)
+        return SliceOutput(self.tokens, self.logprobs, self.prompt_logprobs, "", len(self.draft), self.accepted)
+
+    def take(self, token: int, logprob: TokenLogprobs | None) -> bool:
+        """Emits a token; True where the next row counts too, since it was computed behind this very token."""
+        sequence, place = self.sequence, len(self.tokens)
+        sequence.state.observe(token)
+        sequence.tokens.append(token)
+        self.tokens.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        same = place < len(self.draft) and token == self.draft[place]
+        self.accepted += same
+        return same and token not in sequence.stops

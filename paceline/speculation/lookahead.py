@@ -1,0 +1,220 @@
+"""How many tokens to draft: as long as one more is worth its time.
+
+A step that takes T seconds and yields E tokens is as good as E / T. A drafted token adds its survival, the probability
+that it and all drafted before it stay, to E, and to T what the target takes for a token more and what the draft model
+takes to draft it. Tokens are taken in decreasing survival, over all sequences of the step, as long as that makes the
+step better. Tokens of prompts count as those of outputs do: where a prompt would fill the step anyway, a draft takes
+the place of certain progress, so under load nobody drafts, and without load as many as pay. Chen et al. (2023) fix K;
+SmartSpec (Liu et al., 2024) has one K for all requests.
+
+Acceptance is learnt per sequence and place in the draft: decaying counts, over those of the whole group, which decay
+slower, over what is believed of the place before. What is not tried is forgotten, too, and so is tried again now and
+then. Times come from profiles of both models, and by how much real steps differ from them is learnt as well: drafting
+and verifying take more than two models alone (each finds the caches full of the other's weights, and there are verdicts
+to be made), and without that a draft that seems worth it makes things slower.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit, types
+from numpy.typing import NDArray
+
+from paceline.core.request import COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
+
+Ints, Floats = NDArray[np.int64], NDArray[np.float64]
+_F64, _I64 = types.float64, types.int64
+_INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
+GUESS = 0.7  # acceptance of a drafter that nobody has tried
+WEIGHT = 4.0  # of what is believed beforehand, in tries
+FOLLOWS, MOST = 0.1, 2.0  # share of the newest step in what is known of times; the most that it may be off by
+KEEPS, IDLE_KEEPS = 0.95, 0.93  # of a sequence's counts: with every try, and with every step without one
+GROUP_KEEPS = 0.999  # of the group's, with every step
+# survivals from which on tokens are drafted, to choose from; the first is none at all
+THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What steps of a model take that are mostly decodes (`latency.step_time`). Seconds."""
+
+    linear: Sequence[float]  # by tokens, from 0 on
+    token: float = 0.0  # more for each
+    context: float = 0.0  # for each token that those read
+
+    def scaled(self, share: float) -> "Costs":
+        """Those of a part of the model."""
+        return Costs([share * seconds for seconds in self.linear], share * self.token, share * self.context)
+
+
+class Lookahead:
+    """Chooses for a group; knows what became of drafts before. Slots are those of the group's table."""
+
+    def __init__(self, target: Costs, draft: Costs | None) -> None:
+        """`draft`: None where drafting costs nothing to speak of (n-grams)."""
+        self._target, self._draft = _array(target), _array(draft or Costs([0.0]))
+        self.plain, self.verifying, self.drafting = 1.0, 1.0, 1.0  # what steps take over what profiles say
+        self.group = np.zeros((2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
+        self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
+        self._chosen = np.zeros(0, np.int64)
+
+    def forget(self, slot: int) -> None:
+        """Another sequence has the slot now."""
+        if slot < len(self.counts):
+            self.counts[slot] = 0.0
+
+    def choose(self, numbers: Ints, drafts: Ints, running: Ints, pending: int, budget: int) -> tuple[Ints, float]:
+        """How many tokens to draft for each slot, at most `drafts`, and the seconds that drafting should take.
+
+        `running`: slots whose decodes the step takes where they are ready; `pending`: prompt tokens that wait, of which
+        the step takes what the `budget`, in tokens, leaves.
+        """
+        self._grow(len(numbers))
+        seconds = _choose(
+            numbers, drafts, running, self.counts, self.group, pending, budget, *self._target, *self._draft, self.plain,
+            self.verifying, self.drafting, THRESHOLDS, self._chosen,
+        )  # fmt: skip
+        return self._chosen, seconds
+
+    def observe(self, slots: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
+        """A step is done: each slot (-1: none) drafted so many tokens, and yielded so many in all."""
+        self._grow(1 + int(slots.max(initial=-1)))
+        _observe(slots, drafted, emitted, self.counts, self.group)
+
+    def _grow(self, slots: int) -> None:
+        if (more := slots - len(self.counts)) > 0:
+            self.counts = np.concatenate([self.counts, np.zeros((more, *self.counts.shape[1:]))])
+            self._chosen = np.zeros(slots, np.int64)
+
+    def observe_times(self, drafted: NDArray[np.uint8], read: int, seconds: float, draft_seconds: float) -> None:
+        """A step of decodes is done, that drafted so many tokens each and read so many tokens from the cache.
+
+        `seconds` of the whole step, `draft_seconds` of drafting in it.
+        """
+        draft, verify = _expected(drafted, read, *self._target, *self._draft)
+        if drafted.any():
+            self.verifying = _followed(self.verifying, (seconds - draft_seconds) / verify)
+            if draft:
+                self.drafting = _followed(self.drafting, draft_seconds / draft)
+        else:
+            self.plain = _followed(self.plain, seconds / verify)
+
+
+def _followed(factor: float, ratio: float) -> float:
+    change = math.log(max(ratio, 1e-9) / factor)
+    return factor * math.exp(FOLLOWS * min(max(change, -math.log(MOST)), math.log(MOST)))
+
+
+def _array(costs: Costs) -> tuple[Floats, float, float]:
+    return np.array(costs.linear), costs.token, costs.context
+
+
+@njit(_F64(_FLOATS, _F64, _F64, _I64, _I64), cache=True)
+def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-def]
+    last = linear.shape[0] - 1
+    table = linear[tokens] if tokens <= last else linear[last] * tokens / max(last, 1)
+    return table + token * tokens + context * read
+
+
+@njit(
+    _F64(
+        _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64,
+        _F64, _F64, _F64, _FLOATS, _INTS,
+    ),
+    cache=True,
+)  # fmt: skip
+def _choose(  # type: ignore[no-untyped-def]
+    numbers, drafts, running, counts, group, pending, budget, linear, token, context, draft_linear, draft_token,
+    draft_context, plain, verifying, slower, thresholds, chosen,
+):  # fmt: skip
+    # what each place of each draft survives with
+    survival = np.zeros((running.shape[0], MAX_DRAFT_TOKENS))
+    decodes, read = 0, 0
+    for i in range(running.shape[0]):
+        slot = running[i]
+        row = numbers[slot]
+        chosen[slot] = 0
+        if row[COMPUTED] < row[PROMPT] or row[IN_FLIGHT] > 0:
+            continue
+        decodes += 1
+        read += row[COMPUTED]
+        alive, believed = 1.0, GUESS
+        for j in range(max(0, min(drafts[slot], row[LIMIT] - row[KNOWN] - 1))):
+            believed = (group[0, j] + WEIGHT * believed) / (group[1, j] + WEIGHT)
+            alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
+            survival[i, j] = alive
+    # the best step: how likely a token must be to survive, how deep drafts may be (a pass more for all of them)
+    best, threshold, depth, drafting = 0.0, 2.0, MAX_DRAFT_TOKENS, 0.0
+    passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
+    for turn in range(3):
+        for trial in range(MAX_DRAFT_TOKENS if turn == 1 else thresholds.shape[0]):
+            least, deepest = (threshold, trial + 1) if turn == 1 else (thresholds[trial], depth)
+            width, gained, draft_read = decodes, 0.0, 0
+            passes[:] = 0
+            for i in range(running.shape[0]):
+                for j in range(deepest):
+                    if survival[i, j] < least:
+                        break
+                    gained += survival[i, j]
+                    passes[j] += 1
+                    draft_read += numbers[running[i], COMPUTED]
+                    width += 1
+            if width > max(budget, decodes):
+                break
+            seconds = draft_context * draft_read
+            for some in passes[:deepest]:
+                if some > 0:
+                    seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
+            seconds *= slower
+            whole = _seconds(linear, token, context, width, read + draft_read)
+            chunk = min(pending, max(0, budget - width))
+            if chunk > 0:
+                whole += _seconds(linear, 0.0, 0.0, width + chunk, 0) - _seconds(linear, 0.0, 0.0, width, 0)
+            whole = seconds + whole * (verifying if width > decodes else plain)
+            if (decodes + gained + chunk) / whole > best:
+                best, threshold, depth, drafting = (decodes + gained + chunk) / whole, least, deepest, seconds
+        if threshold > 1.0:
+            break  # nobody drafts
+    for i in range(running.shape[0]):
+        for j in range(depth):
+            if survival[i, j] < threshold:
+                break
+            chosen[running[i]] = j + 1
+    return drafting
+
+
+@njit(types.UniTuple(_F64, 2)(_BYTES, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)
+def _expected(  # type: ignore[no-untyped-def]
+    drafted, read, linear, token, context, draft_linear, draft_token, draft_context
+):
+    """Seconds of drafting and of the target, by the profiles."""
+    passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
+    width = 0
+    for length in drafted:
+        width += 1 + length
+        for j in range(length):
+            passes[j] += 1
+    seconds = 0.0
+    for some in passes:
+        if some > 0:
+            seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
+    seconds += draft_context * read * (width - drafted.shape[0]) / width
+    return seconds, _seconds(linear, token, context, width, read)
+
+
+@njit(types.void(types.Array(_I64, 1, "A"), _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1]), cache=True)
+def _observe(slots, drafted, emitted, counts, group):  # type: ignore[no-untyped-def]
+    group *= GROUP_KEEPS
+    for i in range(slots.shape[0]):
+        slot = slots[i]
+        if slot < 0:
+            continue
+        counts[slot] *= KEEPS if drafted[i] > 0 else IDLE_KEEPS
+        for j in range(min(drafted[i], emitted[i])):  # the first that was refused is the last that was tried
+            kept = j + 1 < emitted[i]
+            counts[slot, 0, j] += kept
+            counts[slot, 1, j] += 1
+            group[0, j] += kept
+            group[1, j] += 1

@@ -1,0 +1,94 @@
+"""The law of a tiny model's next tokens, by enumeration, and how far samples of the engine are from it.
+
+The parameters are applied here once more, token by token in plain Python, to logits of `transformers`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.core.request import SamplingParams
+from tests.engine.checkpoints import reference_logits
+
+Context = tuple[int, ...]
+
+
+def tiny(path: Path, vocabulary: int, seed: int, layers: int = 2) -> LlamaForCausalLM:
+    """A random checkpoint with logits that are far from flat; others of the same seed have the same first layers."""
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            generator = torch.Generator().manual_seed(seed + sum(name.encode()))
+            if "norm" not in name:
+                value.normal_(0.0, 1.4 / value.shape[-1] ** 0.5, generator=generator)
+    model.save_pretrained(path)
+    return model
+
+
+def law(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams, length: int) -> dict[Context, float]:
+    """The probabilities of the first `length` tokens behind the prompt, those that can happen."""
+    found: dict[Context, float] = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for context, mass in found.items():
+            logits = reference_logits(model, [*prompt, *context])[-1].double()
+            for token, share in enumerate(probabilities(logits, prompt, context, params)):
+                if share > 0:
+                    longer[(*context, token)] = mass * share
+        found = longer
+    return found
+
+
+def probabilities(
+    logits: torch.Tensor, prompt: Sequence[int], generated: Context, params: SamplingParams
+) -> list[float]:
+    """What the next token is drawn from (order of vLLM: bias, penalties, temperature, min_p, top_k, top_p)."""
+    scores = logits.tolist()
+    for token, bias in params.logit_bias:
+        scores[token] += bias
+    if len(generated) < params.min_tokens:
+        for token in params.stop_token_ids:
+            scores[token] = -math.inf
+    for token in {*prompt, *generated}:
+        repeated = params.repetition_penalty
+        scores[token] = scores[token] / repeated if scores[token] > 0 else scores[token] * repeated
+    for token, times in Counter(generated).items():
+        scores[token] -= params.presence_penalty + times * params.frequency_penalty
+    peak = max(scores)
+    weights = {token: math.exp((score - peak) / params.temperature) for token, score in enumerate(scores)}
+    kept = sorted((t for t in weights if weights[t] >= params.min_p), key=lambda t: -weights[t])
+    kept = kept[: params.top_k or None]
+    whole, mass, nucleus = sum(weights[token] for token in kept), 0.0, []
+    for token in kept:
+        if mass >= params.top_p * whole:
+            break
+        mass += weights[token]
+        nucleus.append(token)
+    return [weights[token] / mass if token in nucleus else 0.0 for token in range(len(scores))]
+
+
+def surprise(samples: Sequence[Context], expected: dict[Context, float]) -> float:
+    """How unlikely these samples are, in standard deviations: a chi-square test over cells of at least 10 samples.
+
+    3.7 is exceeded once in 10,000 times (Wilson and Hilferty's approximation). Infinite for what cannot happen.
+    """
+    seen, count = Counter(samples), len(samples)
+    if seen.keys() - expected.keys():
+        return math.inf
+    cells = {context: count * share for context, share in expected.items()}
+    rare = [context for context, mean in cells.items() if mean < 10]
+    pairs = [(seen[context], mean) for context, mean in cells.items() if mean >= 10]
+    if sum(cells[context] for context in rare) >= 1:
+        pairs.append((sum(seen[context] for context in rare), sum(cells[context] for context in rare)))
+    degrees = len(pairs) - 1
+    chi_square = sum((got - mean) ** 2 / mean for got, mean in pairs)
+    spread = 2 / (9 * degrees)
+    return ((chi_square / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)

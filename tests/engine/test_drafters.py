@@ -1,0 +1,301 @@
+"""Models that draft: they follow the target through everything, and no answer changes."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+
+from paceline.batching.policies import policy as named
+from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
+from paceline.cli.sources import BUILTIN
+from paceline.controller import GroupConfig
+from paceline.core.request import SamplingParams
+from paceline.engine.config import ModelError
+from paceline.engine.drafters import DraftModel
+from paceline.engine.runner import ModelRunner
+from paceline.engine.tokenizer import Tokenizer
+from paceline.engine.vocabulary import SharedVocabulary
+from paceline.runtime.offline import Offline
+from paceline.speculation.lookahead import Costs, Lookahead
+from tests.engine import law
+
+COUNT, OUTPUT, NUM_BLOCKS = 8, 40, 200
+CODER = BUILTIN / "coder"
+
+
+def load(drafter: str, path: Path = CODER, **limits: int) -> ModelRunner:
+    limits = {"max_batch_tokens": 512, "max_batch": 16, "num_blocks": NUM_BLOCKS} | limits
+    return ModelRunner.load(path, drafter=drafter, **limits)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of very different lengths, all with the same beginning of two blocks or more."""
+    text = "import os\nimport sys\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n" * 4
+    tokens = Tokenizer.load(CODER).encode(text, add_special_tokens=False)
+    return [[*tokens[: 34 + 9 * i], 300 + i] for i in range(COUNT)]
+
+
+def params(seeded: bool = True, **changes: object) -> list[SamplingParams]:
+    base = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, seeded=seeded, **changes)
+    warm = replace(base, temperature=0.8, top_p=0.95, frequency_penalty=0.2, repetition_penalty=1.1)
+    return [replace(base if i % 2 else warm, seed=50 + i) for i in range(COUNT)]
+
+
+def forced(every: int, draft_between: bool = False) -> Policy:
+    """The default policy, but now and then the latest sequence is preempted, or nobody drafts for some steps."""
+    steps, policy = count(1), named("paceline")
+
+    def compose(scheduler: Scheduler) -> None:
+        step = next(steps)
+        if step % every == 0 and scheduler.running and not draft_between:
+            scheduler.preempt(scheduler.running[-1])
+        budget = scheduler.config
+        if draft_between and step % every < every // 2:
+            scheduler.config = replace(budget, token_budget=1)  # nothing is left for drafts
+        policy.compose(scheduler)
+        scheduler.config = budget
+
+    return replace(policy, compose=compose)
+
+
+class Generated(list):
+    """Tokens of each prompt; `drafted` and `accepted` in all."""
+
+    drafted = accepted = 0
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []  # asked for, of every decode
+
+
+def generate(
+    runner: ModelRunner, prompts: list[list[int]], params: list[SamplingParams], policy: Policy | None = None,
+    budget: int = 512, lookahead: Callable[[], Lookahead] | None = None,
+) -> Generated:  # fmt: skip
+    limits = SchedulerConfig(token_budget=budget, max_batch=16, num_blocks=runner.info.num_blocks)
+    offline = Offline(runner, GroupConfig(scheduler=limits, lookahead=lookahead))
+    result, step = Generated(), runner.step
+
+    def counting(new, slices, dropped):
+        outputs, *seconds = step(new, slices, dropped)
+        result.drafted += sum(output.num_draft for output in outputs)
+        result.accepted += sum(output.num_accepted for output in outputs)
+        result.lengths += [work.num_draft for work in slices if work.emits]
+        return outputs, *seconds
+
+    if policy:
+        offline.controller.groups[0].scheduler.policy = policy
+    runner.step = counting
+    try:
+        result += [output.tokens for output in offline.generate(prompts, params)]
+    finally:
+        del runner.step
+    return result
+
+
+@pytest.fixture(scope="module")
+def alone(prompts: list[list[int]]) -> Generated:
+    return generate(load("ngram"), prompts, params())
+
+
+@pytest.fixture(scope="module", params=["coder-draft", "early_exit"])
+def drafting(request: pytest.FixtureRequest) -> ModelRunner:
+    return load(request.param if request.param == "early_exit" else str(BUILTIN / request.param))
+
+
+SCHEDULES = {
+    "plain": {},
+    "narrow": dict(budget=24),
+    "preempted": dict(policy=5),
+    "narrow and preempted": dict(policy=7, budget=32),
+    "off and on": dict(policy=-12),
+}
+
+
+def schedule(name: str) -> dict[str, object]:
+    chosen = dict(SCHEDULES[name])
+    if every := chosen.pop("policy", 0):
+        chosen["policy"] = forced(abs(every), every < 0)
+    return chosen
+
+
+@pytest.mark.parametrize(("name", "draft"), list(zip(SCHEDULES, (8, 1, 4, 3, 5), strict=True)))
+def test_greedy_and_seeded_answers_are_those_without_drafts(drafting, prompts, alone, name, draft):
+    got = generate(drafting, prompts, params(max_draft_tokens=draft), **schedule(name))
+    assert got == alone and got.accepted > 0
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_model_that_drafts_for_itself_is_always_right(prompts, name, seeded):
+    """So its keys and values are complete and of the right tokens, wherever a round begins: behind refusals, whole
+    acceptances, steps without drafts, preemption, prefixes from the cache."""
+    runner = load(str(CODER))
+    for _ in range(2):  # the second time all prompts are in the prefix cache
+        got = generate(runner, prompts, params(seeded, max_draft_tokens=5), **schedule(name))
+        assert got.drafted > 100 and got.accepted >= 0.995 * got.drafted
+
+
+def test_drafts_that_are_chosen_by_their_worth_change_nothing(drafting, prompts, alone):
+    lookahead = partial(Lookahead, Costs([1.0 + 0.01 * n for n in range(600)]), Costs([0.01] * 600))
+    got = generate(drafting, prompts, params(max_draft_tokens=8), lookahead=lookahead)
+    assert got == alone and got.accepted > 0 and len(set(got.lengths)) > 3
+
+
+def test_blocks_that_the_draft_model_never_saw_are_caught_up_with(prompts, alone):
+    """They come from the prefix cache, filled by requests that wanted no drafts."""
+    runner = load(str(CODER))
+    assert generate(runner, prompts, params(max_draft_tokens=0)) == alone
+    assert not runner.drafter.filled.any()
+    got = generate(runner, prompts, params(max_draft_tokens=3))
+    assert got == alone and got.accepted == got.drafted > 100 and runner.drafter.filled.any()
+
+
+def test_sequences_far_behind_catch_up_in_several_steps(prompts, alone):
+    runner = load(str(CODER))
+    runner.drafter.max_tokens = 16
+    got = generate(runner, prompts, params(max_draft_tokens=3), budget=64)
+    assert got == alone and got.accepted == got.drafted > 50
+
+
+def test_few_distributions_are_kept(prompts, monkeypatch):
+    runner = load(str(CODER))
+    many = generate(runner, prompts, params(False, max_draft_tokens=8))
+    monkeypatch.setattr("paceline.engine.drafters.KEPT_ROWS", 10)
+    few = generate(runner, prompts, params(False, max_draft_tokens=8))
+    assert len(few.lengths) > len(many.lengths) and few.accepted >= 0.995 * few.drafted > 50
+
+
+def test_a_drafter_that_fails_leaves_the_target_alone(drafting, prompts, alone, monkeypatch, capsys):
+    monkeypatch.setattr(type(drafting.drafter), "_forward", lambda *_: 1 / 0)
+    got = generate(drafting, prompts, params(max_draft_tokens=4))
+    assert got == alone and got.drafted == 0 and "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_draft_model_without_a_distribution_drafts_nothing(prompts, alone):
+    runner = load(str(BUILTIN / "coder-draft"))
+    runner.drafter.decoder.norm.weight.fill_(float("nan"))
+    got = generate(runner, prompts, params(max_draft_tokens=4))
+    assert got == alone and got.drafted == 0
+
+
+def test_memory_is_planned_for_both():
+    plain, both = load("ngram"), load(str(BUILTIN / "coder-draft"))
+    draft = ModelRunner.load(BUILTIN / "coder-draft", max_batch_tokens=512, max_batch=16, num_blocks=NUM_BLOCKS)
+    assert both.info.weight_bytes == plain.info.weight_bytes + draft.info.weight_bytes
+    assert both.info.kv_bytes == plain.info.kv_bytes + draft.info.kv_bytes
+
+
+def test_early_exit_needs_layers_to_leave_out():
+    with pytest.raises(ModelError, match="early_exit_layers: 4 is not from 1 to 3"):
+        ModelRunner.load(CODER, max_batch_tokens=64, max_batch=4, drafter="early_exit", early_exit_layers=4)
+    runner = ModelRunner.load(
+        CODER, max_batch_tokens=64, max_batch=4, num_blocks=8, drafter="early_exit", early_exit_layers=3
+    )
+    assert not isinstance(runner.drafter, DraftModel) and runner.drafter.decoder.config.layers == 3
+
+
+# Of the law
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> tuple[Path, Path, object]:
+    folder = tmp_path_factory.mktemp("tiny")
+    model = law.tiny(folder / "target", 6, seed=1)
+    law.tiny(folder / "draft", 6, seed=1, layers=1)
+    return folder / "target", folder / "draft", model
+
+
+@pytest.mark.parametrize(
+    ("changes", "draft", "by_block"),
+    [
+        ({}, 3, True),
+        ({}, 3, False),
+        (dict(temperature=0.7, top_p=0.8), 2, True),
+        (dict(top_k=4, min_p=0.05), 4, False),
+        (dict(repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.3, logit_bias=((2, 1.5),)), 3, True),
+    ],
+)
+def test_unseeded_tokens_follow_the_target(tiny, changes, draft, by_block):
+    """Joint law of three tokens, with chunked prefill and preemption (the long version: `make bench-exactness`)."""
+    samples, prompt = 5_000, [1, 5, 2, 4, 3]
+    path, draft_path, model = tiny
+    runner = ModelRunner.load(path, max_batch_tokens=256, max_batch=128, num_blocks=512, drafter=str(draft_path))
+    runner.by_block = by_block
+    base = SamplingParams(max_tokens=3, seeded=False, max_draft_tokens=draft, **changes)
+    chosen = [replace(base, seed=1000 + i) for i in range(samples)]
+    limits = SchedulerConfig(token_budget=256, max_batch=128, num_blocks=512)
+    offline = Offline(runner, GroupConfig(scheduler=limits))
+    offline.controller.groups[0].scheduler.policy = forced(11)
+    got = [tuple(output.tokens) for output in offline.generate([prompt] * samples, chosen)]
+    assert abs(law.surprise(got, law.law(model, prompt, base, 3))) < 3.7
+
+
+def test_the_law_test_can_fail(tiny):
+    _, _, model = tiny
+    expected = law.law(model, [1, 5, 2], SamplingParams(), 3)
+    contexts, weights = list(expected), torch.tensor(list(expected.values()))
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(weights: torch.Tensor) -> list[law.Context]:
+        return [contexts[i] for i in torch.multinomial(weights, 5_000, True, generator=generator).tolist()]
+
+    assert abs(law.surprise(draw(weights), expected)) < 3.7
+    assert law.surprise(draw(weights**0.9), expected) > 3.7
+
+
+# Of vocabularies that differ
+
+
+def words(path: Path, tokens: str) -> Path:
+    """Gives a checkpoint a tokenizer of one-letter words."""
+    Backend(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0])).save(
+        str(path / "tokenizer.json")
+    )
+    return path
+
+
+def test_the_same_vocabulary_is_shared_whole():
+    coder = Tokenizer.load(CODER)
+    shared = SharedVocabulary(coder, coder, (2048, 2048))
+    assert shared.num_shared == 2048 and shared.to_draft.tolist() == list(range(2048))
+    rows = torch.randn(2, 2048)
+    assert torch.equal(shared.to_target(rows), rows)
+
+
+def test_tokens_are_matched_by_their_text(tmp_path):
+    target = Tokenizer.load(words(tmp_path, "abcdefgh"))
+    draft = Tokenizer.load(words(tmp_path, "gxcay"))
+    shared = SharedVocabulary(target, draft, (10, 6))
+    assert shared.num_shared == 3 and shared.to_draft[[0, 2, 6]].tolist() == [3, 2, 0]
+    logits = torch.tensor([[1.0, 2, 3, 4, 5, 6]])
+    none = -torch.inf
+    assert shared.to_target(logits).tolist() == [[4, none, 3, none, none, none, 1, none, none, none]]
+
+
+def test_a_pair_without_a_common_token_is_refused_with_the_reason(tiny, tmp_path):
+    path = words(shutil.copytree(tiny[0], tmp_path / "target"), "abcdef")
+    draft_path = words(shutil.copytree(tiny[1], tmp_path / "draft"), "uvwxyz")
+    with pytest.raises(ModelError, match=r"drafter: .*draft cannot draft for .*target: .*no token in common"):
+        load(str(draft_path), path)
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
+def test_another_vocabulary_changes_no_law(tiny, tmp_path, seeded):
+    path, draft_path, model = tiny
+    path = words(shutil.copytree(path, tmp_path / "target"), "abcdef")
+    draft_path = words(shutil.copytree(draft_path, tmp_path / "draft"), "dxcayb")
+    runner = ModelRunner.load(path, max_batch_tokens=256, max_batch=128, num_blocks=512, drafter=str(draft_path))
+    assert runner.drafter.vocabulary.num_shared == 4
+    base = SamplingParams(max_tokens=3, seeded=seeded, max_draft_tokens=3)
+    chosen, prompt = [replace(base, seed=i) for i in range(5000)], [1, 5, 2]
+    limits = SchedulerConfig(token_budget=256, max_batch=128, num_blocks=512)
+    got = Offline(runner, GroupConfig(scheduler=limits)).generate([prompt] * len(chosen), chosen)
+    assert abs(law.surprise([tuple(output.tokens) for output in got], law.law(model, prompt, base, 3))) < 3.7
