@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test lint bench models install clean
+.PHONY: serve test lint bench bench-exactness models install clean
 
 serve: install
 	$(BIN)/paceline serve $(ARGS)
@@ -20,6 +20,9 @@ lint: $(VENV)/test-installed
 
 bench: $(VENV)/test-installed
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-exactness: $(VENV)/test-installed
+	$(BIN)/python -m benchmarks exactness
 
 models: install
 	$(BIN)/python scripts/train_builtin.py $(ARGS)

@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from paceline.batching.budget import GoalBudget
-from paceline.cli import profile_cache
-from paceline.cli.fleet_file import Quantization
+from paceline.cli import draft_profile, profile_cache
+from paceline.cli.drafting import Drafting
+from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import default_name, resolve
 from paceline.core.batch import StepShape
@@ -31,6 +33,10 @@ errors = Console(stderr=True)
 
 def profile(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="builtin:NAME, a directory or a hub id.")],
+    drafts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DRAFT ...]", help="With --speculation: ngram, early_exit or a model's source."),
+    ] = None,
     token_budget: Annotated[int, typer.Option(min=2, help="The widest step to measure, in tokens.")] = MAX_TOKENS,
     max_batch: Annotated[int, typer.Option(min=1, help="The most decodes of a step.")] = 256,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's own.")] = None,
@@ -38,6 +44,12 @@ def profile(
     threads: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
     tbt_goal: Annotated[float | None, typer.Option(min=0, help="Seconds between tokens to be held.")] = None,
+    speculation: Annotated[
+        bool, typer.Option("--speculation", help="Measure what each DRAFT is worth, instead of steps.")
+    ] = False,
+    text: Annotated[
+        Path | None, typer.Option(help="With --speculation: what is continued; default: Python's own sources.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, each fewer times.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw time and tokens/s by width into this PNG.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the profile file here too.")] = None,
@@ -45,13 +57,32 @@ def profile(
     """Measure what steps of a model take on this machine. `paceline serve` then chooses its token budget from it.
 
     Example: paceline profile builtin:coder --tbt-goal 0.05
+    Which draft pays: paceline profile --speculation builtin:coder builtin:coder-draft ngram
     """
+    if bool(drafts) != speculation:
+        raise ValueError("speculation: takes the drafts behind the source, and they need --speculation")
     path, name = resolve(source), default_name(source)
     for option, file in (("plot", plot), ("json", json)):
         if file and not file.parent.is_dir():
             raise ValueError(f"{option}: {file.parent} is not a directory")
     figure = _figure() if plot else None
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for workers; before torch is imported
+    if speculation:
+        if text and not text.is_file():
+            raise ValueError(f"text: {text} is not a file")
+        drafters = [Drafting.of(Speculation(drafter=one)) for one in drafts or ()]
+        limits = {"threads": threads, "quantization": quantization}
+        with _progress() as bars:
+            told = text.read_text(encoding="utf-8") if text else draft_profile.standard_text()
+            results = draft_profile.profile_drafts(path, name, drafters, told, 1 if quick else 3, limits, bars)
+        out = Console()
+        out.print(draft_profile.table(results))
+        out.print(draft_profile.advice(results), highlight=False)
+        if plot and figure:
+            draft_profile.draw(figure, results, plot, name)
+        if json:
+            json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+        return
     from paceline.engine.kv_cache import available_bytes, resident_bytes
     from paceline.engine.profiler import profile as measure
     from paceline.engine.runner import ModelRunner

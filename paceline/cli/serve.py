@@ -153,7 +153,7 @@ def paced(model: Model, maximum: int, fixed: bool, threads: int | None, options:
     """
     device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
 
-    def profile_of(path: Path, name: str, needed: bool) -> Profile | None:
+    def profile_of(path: Path, name: str, options: list[str], needed: bool) -> Profile | None:
         file = profile_cache.cache_file(path, model.quantization, device)
         known = profile_cache.load(file)
         if known is None and needed:
@@ -162,10 +162,11 @@ def paced(model: Model, maximum: int, fixed: bool, threads: int | None, options:
             assert known is not None
         return known
 
-    model = replace(model, profile=profile_of(model.path, model.name, tbt is not None or chooses))
+    model = replace(model, profile=profile_of(model.path, model.name, options, tbt is not None or chooses))
     if chooses and model.drafting.model:
-        draft = profile_of(model.drafting.model, f"{model.name}'s draft model", True)
-        model = replace(model, draft_profile=draft)
+        name, begin = f"{model.name}'s draft model", options.index("--context") if "--context" in options else None
+        own = options if begin is None else options[:begin] + options[begin + 2 :]  # its context may be shorter
+        model = replace(model, draft_profile=profile_of(model.drafting.model, name, own, True))
     if model.profile is None or (fixed and tbt is None):
         return model
     return replace(model, budget=goal_budget(model.name, model.profile, maximum, tbt))

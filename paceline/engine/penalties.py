@@ -3,7 +3,7 @@
 In vLLM's order: logit_bias and the ban on stopping before min_tokens; repetition penalty (prompt and output: positive
 logits are divided, others multiplied); frequency and presence penalties (output only). All of it touches a few ids,
 so a state holds those ids and their counts and never rescans a sequence. Ids outside the vocabulary cannot be drawn
-and are dropped.
+and are dropped. A grammar (`grammar`) bans what it does not allow, last of all.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from paceline.core.request import SamplingParams
+from paceline.engine.grammar import Grammar
 
 
 class SeenTokens:
@@ -62,8 +63,15 @@ class SeenTokens:
 class Penalties:
     """Every logit change of one sequence. `active` says whether the next row is touched at all."""
 
-    def __init__(self, params: SamplingParams, vocab_size: int, eos_ids: Iterable[int], prompt: Sequence[int]) -> None:
-        self._params = params
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        eos_ids: Iterable[int],
+        prompt: Sequence[int],
+        grammar: Grammar | None = None,
+    ) -> None:
+        self._params, self._grammar = params, grammar
         self.generated = 0
         self._penalise = (
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
@@ -85,21 +93,26 @@ class Penalties:
         self.generated += 1
         if self._penalise:
             self._seen.add(token)
+        if self._grammar:
+            self._grammar.observe(token)
 
     def forget(self, token: int) -> None:
         """Takes back the last `observe` that has not been taken back."""
         self.generated -= 1
         if self._penalise:
             self._seen.remove(token)
+        if self._grammar:
+            self._grammar.forget(token)
 
     @property
     def active(self) -> bool:
         """Whether `apply` would change anything."""
-        return self._penalise or len(self._bias) > 0 or self._must_go_on
+        return self._penalise or len(self._bias) > 0 or self._grammar is not None or self._must_go_on
 
     @property
     def _must_go_on(self) -> bool:
-        return self.generated < self._params.min_tokens and len(self._stops) > 0
+        complete = self._grammar is not None and self._grammar.complete
+        return self.generated < self._params.min_tokens and len(self._stops) > 0 and not complete
 
     def apply(self, row: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Changes `row` (float32 [vocab]) in place; what `undo` needs to put it back."""
@@ -117,7 +130,7 @@ class Penalties:
                 penalty = np.float32(params.repetition_penalty)
                 values = np.where(values > 0, values / penalty, values * penalty)
             row[ids] = values - self._seen.charges
-        return before
+        return before + self._grammar.apply(row) if self._grammar else before
 
 
 def undo(row: np.ndarray, before: list[tuple[np.ndarray, np.ndarray]]) -> None:

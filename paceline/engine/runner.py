@@ -21,6 +21,7 @@ from paceline.engine import attention, sampler
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.drafters import KEPT_ROWS, Drafter, DraftModel, EarlyExit, PromptLookup
+from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job
 from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
 from paceline.engine.kv_cache import KVCache, MemoryPlan, pool_blocks, resident_bytes
@@ -44,10 +45,11 @@ class ModelRunner:
 
     by_block = True  # what was drafted with a distribution is verified as a block, else token by token
 
-    def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, device: str = "cpu"):
+    def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, path: Path, device: str = "cpu"):
         self.decoder, self.cache, self.info, self.device = decoder, cache, info, device
         self.sequences: dict[int, EngineSequence | str] = {}  # a text is why the sequence could not be learnt
         self.drafter: Drafter = PromptLookup()
+        self.grammars = Grammars(path / "tokenizer.json", info.vocab_size, decoder.config.eos_ids)
         self.draft_s = 0.0
         self._progress = np.zeros(1, np.int64)
 
@@ -121,7 +123,7 @@ class ModelRunner:
         plan = MemoryPlan(baseline, weights, sum(cache.nbytes for cache in caches), activations)
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
-        runner = ModelRunner(decoders[0], caches[0], info, device)
+        runner = ModelRunner(decoders[0], caches[0], info, paths[0], device)
         if drafter == "early_exit":
             first = decoders[0].first(exit_layers), caches[0].first(exit_layers)
             runner.drafter = EarlyExit(*first, runner._progress, LOGIT_ROWS)
@@ -164,9 +166,9 @@ class ModelRunner:
         generated = new.tokens[new.num_prompt :]
         config = self.decoder.config
         try:
-            state = SamplingState(
-                new.params, config.vocab_size, config.eos_ids, new.tokens[: new.num_prompt], generated
-            )
+            grammar = self.grammars.of(new.params.json_schema) if new.params.json_schema else None
+            prompt = new.tokens[: new.num_prompt]
+            state = SamplingState(new.params, config.vocab_size, config.eos_ids, prompt, generated, grammar)
         except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone
             self.sequences[new.id] = f"{type(error).__name__}: {error}"
             return

@@ -25,6 +25,7 @@ from paceline.core.request import SamplingParams
 from paceline.core.work import TokenLogprobs
 from paceline.engine import stock_sampler
 from paceline.engine.compiling import one_process_at_a_time
+from paceline.engine.grammar import Grammar
 from paceline.engine.keyed_random import stream_key
 from paceline.engine.penalties import Penalties, undo
 
@@ -48,6 +49,7 @@ class SamplingState:
         eos_ids: tuple[int, ...],
         prompt: Sequence[int],
         generated: Sequence[int],
+        grammar: Grammar | None = None,
     ) -> None:
         """`generated` is what is already known beyond the prompt: an engine may have been lost on the way."""
         self.params = params
@@ -55,7 +57,7 @@ class SamplingState:
         self.greedy = params.temperature < GREEDY_BELOW
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0
         self.numbers = (params.temperature, params.top_p, params.min_p, top_k)
-        self.penalties = Penalties(params, vocab_size, eos_ids, prompt)
+        self.penalties = Penalties(params, vocab_size, eos_ids, prompt, grammar)
         for token in generated:
             self.penalties.observe(token)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from paceline.core.request import SLO
+from paceline.engine.grammar import schema_error
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server.errors import bad_request
 from paceline.server.generation import Job, Prompt, TextOptions
@@ -62,7 +63,7 @@ async def completion_job(model: ServedModel, request: CompletionRequest, caller:
     asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
     longest = max(len(prompt.tokens) for prompt in prompts)
     max_tokens = answer_tokens(model, longest, asked, default=request.max_tokens)
-    return _job(model, request, prompts, max_tokens, caller)
+    return await _job(model, request, prompts, max_tokens, caller)
 
 
 async def chat_job(model: ServedModel, template: ChatTemplate | None, request: ChatRequest, caller: Caller) -> Job:
@@ -70,7 +71,7 @@ async def chat_job(model: ServedModel, template: ChatTemplate | None, request: C
     text = await chat_text(model, template, request.messages, request.add_generation_prompt)
     prompt = Prompt(await encode(model, text, request.add_special_tokens), text)
     max_tokens = answer_tokens(model, len(prompt.tokens), request.limit, default=None)
-    return _job(model, request, [prompt], max_tokens, caller)
+    return await _job(model, request, [prompt], max_tokens, caller)
 
 
 async def chat_text(
@@ -116,9 +117,13 @@ def answer_tokens(model: ServedModel, prompt: int, asked: int | None, default: i
     return left if default is None else min(default, left)
 
 
-def _job(
+async def _job(
     model: ServedModel, request: CompletionRequest | ChatRequest, prompts: list[Prompt], max_tokens: int, caller: Caller
 ) -> Job:
+    if schema := request.response_format.schema_text:
+        error = await asyncio.to_thread(schema_error, schema)
+        if error:
+            raise bad_request("response_format", f"no answer can be held to this schema: {error}")
     check_vocabulary("logit_bias", [token for token, _ in request.logit_bias], model)
     check_vocabulary("stop_token_ids", request.stop_token_ids, model)
     options = TextOptions(

@@ -4,10 +4,11 @@ Fields that do nothing here and promise nothing (`user`, `metadata`, ...) are ta
 is refused by name, and so is every unknown field. `null` means the default, as OpenAI's clients send it.
 """
 
+import json
 import math
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -46,7 +47,6 @@ NOT_SUPPORTED = {
     "modalities": "only text is supported",
     "prompt_embeds": "embeddings as prompts are not supported",
     "prompt_logprobs": "use echo with logprobs",
-    "response_format": "only the type 'text' is supported for now",
     "suffix": "insertion before a suffix is not supported",
     "tools": "tools are not supported for now",
     "tool_choice": "tools are not supported for now; only 'none' and 'auto' are taken",
@@ -60,7 +60,6 @@ NEUTRAL: dict[str, list[Any]] = {
     "functions": [[]],
     "function_call": ["none", "auto"],
     "modalities": [["text"]],
-    "response_format": [{"type": "text"}],
     "suffix": [""],
     "tools": [[]],
     "tool_choice": ["none", "auto"],
@@ -119,6 +118,41 @@ class Speculation(BaseModel):
     _nulls = model_validator(mode="before")(_drop_nulls)
 
 
+class JsonSchema(BaseModel):
+    """A schema by name, as OpenAI's clients send it. Every schema is enforced, `strict` or not."""
+
+    model_config = STRICT | ConfigDict(populate_by_name=True)
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")] = "response"
+    description: Text = ""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    strict: bool = False
+
+    _nulls = model_validator(mode="before")(_drop_nulls)
+
+
+class ResponseFormat(BaseModel):
+    """Plain text, any JSON object, or JSON of a schema."""
+
+    model_config = STRICT
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    _nulls = model_validator(mode="before")(_drop_nulls)
+
+    @model_validator(mode="after")
+    def _both(self) -> "ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise fault("json_schema is required with the type 'json_schema', and only with it")
+        return self
+
+    @property
+    def schema_text(self) -> str:
+        """The schema that the answer is held to; empty: none."""
+        if self.json_schema is not None:
+            return json.dumps(self.json_schema.schema_)
+        return '{"type": "object"}' if self.type == "json_object" else ""
+
+
 class Generate(BaseModel):
     """What the two generating routes have in common."""
 
@@ -143,6 +177,7 @@ class Generate(BaseModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     speculation: Speculation = Speculation()
+    response_format: ResponseFormat = ResponseFormat(type="text")
     # taken and ignored
     user: Text = ""
     metadata: Metadata | None = None
@@ -303,6 +338,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, max_tokens: int) -
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        json_schema=request.response_format.schema_text,
         max_draft_tokens=request.speculation.max_draft_tokens if request.speculation.enabled else 0,
     )
 

@@ -5,18 +5,20 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from paceline.batching.budget import GoalBudget
 from paceline.cli import profile_cache
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.profile import goal_budget
-from paceline.cli.serve import find_models, paced
+from paceline.cli.serve import find_models, paced, worker_config
 from paceline.cli.sources import BUILTIN
 from paceline.core.batch import StepShape
-from paceline.core.request import SLO
+from paceline.core.request import COMPUTED, KNOWN, LIMIT, NUM_COLUMNS, SLO
 from paceline.engine.linear import QUANTIZATIONS
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
@@ -46,6 +48,37 @@ def cache(tmp_path, monkeypatch):
 def paceline(*arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "paceline.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "150"})
+
+
+def test_which_draft_pays(tmp_path):
+    file, png = tmp_path / "drafts.json", tmp_path / "drafts.png"
+    options = ["--quick", "--json", str(file), "--plot", str(png)]
+    done = paceline("profile", "--speculation", "builtin:coder", "builtin:coder-draft", "ngram", *options)
+    assert done.returncode == 0, done.stderr
+    for words in ("acceptance", "predicted", "measured", "coder-draft", "ngram", "drafter:"):
+        assert words in done.stdout, words
+    results = json.loads(file.read_text())
+    assert [(one["draft"], one["temperature"]) for one in results] == [
+        (draft, temperature) for draft in ("coder-draft", "ngram") for temperature in (0.0, 0.8, 1.0)
+    ]
+    for one in results:
+        assert 0 < one["acceptance"] < 1 and one["widths"]["1"] == 1 and len(one["predicted"]) == 8
+        assert (one["cost"] > 0.05) == (one["draft"] == "coder-draft") and one["measured"] > 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--speculation", "builtin:coder"], "speculation"),
+        (["builtin:coder", "ngram"], "speculation"),
+        (["--speculation", "builtin:coder", "builtin:codr"], "speculation.drafter: no model 'builtin:codr'"),
+        (["--speculation", "builtin:coder", "ngram", "--text", "/nowhere"], "text: /nowhere is not a file"),
+    ],
+)
+def test_drafts_that_cannot_be_measured_are_named(arguments, message):
+    done = paceline("profile", *arguments)
+    assert done.returncode == 2 and message in done.stderr
 
 
 def test_end_to_end(tmp_path, cache):
@@ -112,6 +145,33 @@ def test_the_budget_of_a_model():
     assert (paced_model.budget.tbt, paced_model.budget.maximum) == (0.02, 200)
     # 18.7 ms and the margin of 5 % make 19.6; 184 tokens would make 20.5
     assert paced_model.budget(StepShape().add(10, 1, True), [(0, 900)], None) == 176
+
+
+def cached_for(path: Path, profile: Profile) -> None:
+    device = profile_cache.Device.here(None)
+    profile_cache.save(profile_cache.cache_file(path, "none", device), "m", profile, device)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "cost"), [("ngram", 0.0), ("early_exit", 0.4), ("builtin:coder-draft", 0.1)]
+)  # share of a step of the target
+def test_what_drafts_cost_is_known_from_profiles(tmp_path, drafter, cost):
+    fleet = tmp_path / "fleet.yaml"
+    speculation = f"{{drafter: '{drafter}', max_draft_tokens: 3}}"
+    fleet.write_text(f"models:\n  - {{name: a, source: 'builtin:coder', speculation: {speculation}}}\n")
+    tenth = replace(MODEL, linear=tuple(second / 10 for second in MODEL.linear), emit=0.0, decode=0.0)
+    cached()
+    cached_for(BUILTIN / "coder-draft", replace(PROFILE, step_time=tenth))
+    model = paced(find_models([str(fleet)], [])[0], 512, False, None, ["--context", "64", "--max-batch", "4"])
+    config = worker_config(model, {"max_batch_tokens": 64, "max_batch": 4})
+    assert config.max_draft_tokens == 3
+    lookahead = config.lookahead()
+    numbers = np.zeros((1, NUM_COLUMNS), np.int64)
+    numbers[0, [KNOWN, COMPUTED, LIMIT]] = 11, 10, 100
+    lengths, seconds = lookahead.choose(numbers, np.array([3]), np.array([0]), 0, 512)
+    assert lengths[0] > 0 and seconds / lengths[0] / MODEL.linear[1] == pytest.approx(cost, abs=0.05)
+    fixed = replace(model, drafting=replace(model.drafting, adaptive=False))
+    assert worker_config(fixed, {"max_batch_tokens": 64, "max_batch": 4}).lookahead is None
 
 
 def test_a_goal_below_the_floor_is_refused_with_the_floor():

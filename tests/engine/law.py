@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.core.request import SamplingParams
@@ -31,6 +33,13 @@ def tiny(path: Path, vocabulary: int, seed: int, layers: int = 2) -> LlamaForCau
                 value.normal_(0.0, 1.4 / value.shape[-1] ** 0.5, generator=generator)
     model.save_pretrained(path)
     return model
+
+
+def words(path: Path, tokens: str) -> Path:
+    """Gives a checkpoint a tokenizer of one-letter words."""
+    backend = Backend(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    backend.save(str(path / "tokenizer.json"))
+    return path
 
 
 def law(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams, length: int) -> dict[Context, float]:

@@ -17,6 +17,13 @@ NUMBER = ["1", True, [], {}, HUGE, -HUGE]
 COUNT = [*NUMBER, 1.5, 1.0, -1]
 FLAG = ["true", 1, 0, [], {}]
 TEXT = [1, True, [], {}, "x" * 513]
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"type": "array", "items": DEEP}
+BAD_SCHEMAS = [
+    {"type": "nothing"}, {"$ref": "http://localhost/schema"}, {"$ref": "#/nowhere"}, {"unevaluatedProperties": False},
+    {"type": "string", "pattern": "("}, {"enum": ["x" * 40_000]}, {"not": {"type": "string"}}, DEEP,
+]  # fmt: skip
 COMMON: dict[str, list[Any]] = {
     "model": [1, True, [], {}],
     "n": [*COUNT, 0, 17],
@@ -39,6 +46,10 @@ COMMON: dict[str, list[Any]] = {
     "ignore_eos": FLAG,
     "skip_special_tokens": FLAG,
     "speculation": [1, "x", [], {"enabled": 1}, {"max_draft_tokens": 17}, {"max_draft_tokens": -1}, {"unknown": 1}],
+    "response_format": [1, "x", [], {}, {"type": "x"}, {"type": "json_schema"}, {"type": "text", "json_schema": {}}]
+    + [{"type": "json_object", "json_schema": {"schema": {}}}, {"type": "json_object", "more": 1}]
+    + [{"type": "json_schema", "json_schema": schema} for schema in (1, {"name": "a b"}, {"schema": 1}, {"strict": 1})]
+    + [{"type": "json_schema", "json_schema": {"schema": schema}} for schema in BAD_SCHEMAS],
     "add_special_tokens": FLAG,
     "user": TEXT,
     "metadata": [1, "x", [], {"a": 1}, {"a": "x" * 513}, {"x" * 65: "a"}, {str(i): "a" for i in range(17)}],
@@ -157,6 +168,8 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
 @pytest.mark.parametrize(
     "extra",
     [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "functions": []},
         {"tools": [{"type": "function"}], "tool_choice": "none"},
         {"best_of": 2, "n": 2, "suffix": "", "modalities": ["text"], "stop": None, "seed": None, "logit_bias": None},

@@ -1,0 +1,165 @@
+"""Speculation against the target alone: the joint law of three tokens, 1e6 samples a case, and 1,000 seeded requests.
+
+`law`: a tiny model through the whole engine, with chunked prefill and preemption now and then; how many standard
+deviations the chi-square test is off (3.7 is exceeded once in 10,000 times). `seeded`: mixed requests that name their
+seed, tokens compared one by one with those of a run without drafts.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from random import Random
+
+from paceline.batching.policies import policy as named
+from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
+from paceline.cli.sources import BUILTIN
+from paceline.controller import GroupConfig
+from paceline.core.request import SamplingParams
+from paceline.engine.runner import ModelRunner
+from paceline.engine.tokenizer import Tokenizer
+from paceline.runtime.offline import Offline
+from paceline.speculation.lookahead import Costs, Lookahead
+from tests.engine import law
+
+CASES = ["law", "seeded"]
+SAMPLES = int(os.environ.get("SAMPLES", 1_000_000))
+PART = 20_000  # samples at a time
+PROMPT = [1, 5, 2, 4, 3, 0, 5, 5, 2, 1, 4, 3]
+REPETITIVE = [1, 5, 2, 4, 1, 5, 2, 4, 1, 5, 2, 4]  # something to look up
+PENALTIES = dict(repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.3, min_tokens=2, stop_token_ids=(3,))
+LAWS: dict[str, dict] = {
+    "K=0": dict(draft=0),
+    "temperature 0.6, K=1": dict(draft=1, temperature=0.6),
+    "K=3": dict(draft=3),
+    "token level, K=5": dict(draft=5, by_block=False),
+    "top-k, K=2": dict(draft=2, top_k=3),
+    "top-p, K=4": dict(draft=4, top_p=0.8),
+    "min-p, K=3": dict(draft=3, min_p=0.1, temperature=1.3),
+    "penalties and bias, K=4": dict(draft=4, logit_bias=((2, 1.5), (4, -1.0)), **PENALTIES),
+    "n-gram, K=4": dict(draft=4, drafter="ngram", prompt=REPETITIVE),
+    "early exit, K=3": dict(draft=3, drafter="early_exit"),
+    "another vocabulary, K=3": dict(draft=3, letters="dxcayb"),
+    "coupled, K=3": dict(draft=3, seeded=True),
+}
+
+
+def forced(every: int) -> Policy:
+    """The default policy, but now and then the latest sequence is preempted for no reason."""
+    steps, policy = count(1), named("paceline")
+
+    def compose(scheduler: Scheduler) -> None:
+        if next(steps) % every == 0 and scheduler.running:
+            scheduler.preempt(scheduler.running[-1])
+        policy.compose(scheduler)
+
+    return replace(policy, compose=compose)
+
+
+def run(case: str) -> dict:
+    return {"law": laws, "seeded": seeded}[case]()
+
+
+def laws() -> dict:
+    result = {}
+    for name, case in LAWS.items():
+        begin = time.time()
+        sigmas, accepted = one_law(**case)
+        result[name] = {"samples": SAMPLES, "sigmas": round(sigmas, 2), "accepted": accepted}
+        print(f"  {name}: {result[name]} in {time.time() - begin:.0f} s", flush=True)
+        assert abs(sigmas) < 3.7, name
+    return result
+
+
+def one_law(
+    draft: int, drafter: str = "", letters: str = "", by_block: bool = True, seeded: bool = False,
+    prompt: list[int] = PROMPT, **changes: object,
+) -> tuple[float, int]:  # fmt: skip
+    """Standard deviations that the samples are off by, and how many drafted tokens stayed."""
+    with tempfile.TemporaryDirectory() as folder:
+        target, other = Path(folder) / "target", Path(folder) / "draft"
+        model = law.tiny(target, 6, seed=1)
+        law.tiny(other, 6, seed=1, layers=1)
+        if letters:
+            law.words(target, "abcdef")
+            law.words(other, letters)
+        runner = ModelRunner.load(
+            target, max_batch_tokens=256, max_batch=128, num_blocks=512, drafter=drafter or str(other)
+        )
+    runner.by_block = by_block
+    base = SamplingParams(max_tokens=3, seeded=seeded, max_draft_tokens=draft, **changes)
+    limits, samples, accepted = SchedulerConfig(token_budget=256, max_batch=128, num_blocks=512), [], 0
+    plain = runner.step
+
+    def step(new, slices, dropped):
+        nonlocal accepted
+        outputs = plain(new, slices, dropped)
+        accepted += sum(output.num_accepted for output in outputs[0])
+        return outputs
+
+    runner.step = step
+    for begin in range(0, SAMPLES, PART):
+        params = [replace(base, seed=begin + i) for i in range(min(PART, SAMPLES - begin))]
+        offline = Offline(runner, GroupConfig(scheduler=limits))
+        offline.controller.groups[0].scheduler.policy = forced(11)
+        samples += [tuple(one.tokens) for one in offline.generate([prompt] * len(params), params)]
+    return law.surprise(samples, law.law(model, prompt, base, 3)), accepted
+
+
+def seeded(requests: int = 1000) -> dict:
+    """Everything that must not matter: drafter, K, batch, budget, preemption, lookahead."""
+    tokenizer, random = Tokenizer.load(BUILTIN / "coder"), Random(5)
+    text = tokenizer.encode((BUILTIN.parent / "controller.py").read_text(), add_special_tokens=False)
+    prompts, params = [], []
+    for seed in range(requests):
+        begin = random.randrange(len(text) - 120)
+        prompts.append(text[begin : begin + random.randrange(4, 120)])
+        params.append(
+            SamplingParams(
+                max_tokens=random.randrange(1, 40), seed=seed, temperature=random.choice((0.0, 0.5, 0.8, 1.0)),
+                top_p=random.choice((1.0, 0.9)), top_k=random.choice((0, 40)), min_p=random.choice((0.0, 0.05)),
+                frequency_penalty=random.choice((0.0, 0.4)), repetition_penalty=random.choice((1.0, 1.2)),
+                min_tokens=random.choice((0, 5)), stop_token_ids=random.choice(((), (16, 199))),
+            )
+        )  # fmt: skip
+
+    def answers(
+        drafter: str, draft: int, batch: int = 32, budget: int = 512, every: int = 0,
+        lookahead: Callable[[], Lookahead] | None = None,
+    ) -> list[list[int]]:  # fmt: skip
+        runner = ModelRunner.load(
+            BUILTIN / "coder", max_batch_tokens=512, max_batch=32, num_blocks=600, drafter=drafter
+        )
+        limits = SchedulerConfig(token_budget=budget, max_batch=batch, num_blocks=600)
+        offline = Offline(runner, GroupConfig(scheduler=limits, lookahead=lookahead), runner.decoder.config.eos_ids)
+        if every:
+            offline.controller.groups[0].scheduler.policy = forced(every)
+        outputs = offline.generate(prompts, [replace(one, max_draft_tokens=draft) for one in params])
+        assert not any(output.error for output in outputs)
+        return [output.tokens for output in outputs]
+
+    model = str(BUILTIN / "coder-draft")
+    adaptive = partial(Lookahead, Costs([1 + n / 50 for n in range(600)]), Costs([0.05] * 600))
+    ways = {
+        "n-gram, K=4": ("ngram", 4),
+        "n-gram, K=8, budget 16, preemption": ("ngram", 8, 32, 16, 7),
+        "draft model, K=1, batch 1": (model, 1, 1),
+        "draft model, K=3, batch 8, budget 64": (model, 3, 8, 64),
+        "draft model, K=8, preemption": (model, 8, 32, 512, 9),
+        "draft model, adaptive": (model, 8, 32, 512, 0, adaptive),
+        "early exit, K=2, budget 100, preemption": ("early_exit", 2, 16, 100, 5),
+        "early exit, adaptive, preemption": ("early_exit", 6, 32, 512, 11, adaptive),
+    }
+    alone = answers("ngram", 0)
+    result: dict = {"requests": requests, "tokens": sum(map(len, alone))}
+    for name, way in ways.items():
+        begin = time.time()
+        got = answers(*way)
+        result[name] = {"differ": sum(a != b for a, b in zip(got, alone, strict=True))}
+        print(f"  {name}: {result[name]} in {time.time() - begin:.0f} s", flush=True)
+        assert got == alone, name
+    return result

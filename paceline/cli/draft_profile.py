@@ -1,0 +1,226 @@
+"""`paceline profile --speculation`: which draft, and how many tokens of it, for one request at a time on this machine.
+
+Three things decide (Leviathan et al., 2023; Chen et al., 2023): how often drafted tokens are accepted, place by place;
+what drafting one costs, c, in steps of the target; and how much longer a step of n tokens takes than one of 1, T(n).
+The speed-up of K tokens is then predicted as (1 + survivals of K places) / (K c + T(K + 1) / T(1)), and the best K is
+measured against no drafts, by turns.
+"""
+
+import inspect
+import json
+import tokenize
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.progress import Progress
+from rich.table import Table
+
+from paceline.cli.drafting import Drafting
+from paceline.cli.sources import default_name
+from paceline.core.request import SamplingParams
+from paceline.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from paceline.engine.runner import ModelRunner
+
+DEEPEST = 8  # tokens of a draft
+TEMPERATURES = (0.0, 0.8, 1.0)
+PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 96, 48
+MODULES = (json.decoder, inspect, tokenize)  # text that every machine has
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Of decodes: what they took and yielded. By place in the draft: how often it was reached, and kept."""
+
+    seconds: float
+    draft_seconds: float
+    tokens: int
+    tried: np.ndarray
+    kept: np.ndarray
+    drafted: int
+
+    @property
+    def per_token(self) -> float:
+        return self.seconds / self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftResult:
+    """One draft at one temperature. Times in steps of the target alone."""
+
+    draft: str
+    temperature: float
+    acceptance: float  # of tokens whose predecessors stayed
+    cost: float  # of a drafted token
+    widths: dict[int, float]  # T(n) / T(1)
+    predicted: dict[int, float]  # speed-up by K
+    measured: float  # at the best K
+
+    @property
+    def best(self) -> int:
+        return max(self.predicted, key=lambda depth: self.predicted[depth])
+
+
+def profile_drafts(
+    path: Path, name: str, drafters: list[Drafting], text: str, rounds: int, limits: dict[str, Any], bars: Progress
+) -> list[DraftResult]:
+    """Loads the model with each draft in turn, and measures. Raises ValueError for a text that is too short."""
+    from paceline.engine.runner import ModelRunner
+
+    tokens = Tokenizer.load(path).encode(text, add_special_tokens=False)
+    if len(tokens) < PROMPT_TOKENS:
+        raise ValueError(f"text: has {len(tokens)} tokens, fewer than the {PROMPT_TOKENS} of a prompt")
+    results: list[DraftResult] = []
+    for one in drafters:
+        label = default_name(one.drafter)
+        loading = bars.add_task(f"loading {name}, {label}", total=None)
+        room = {"max_batch_tokens": 256, "max_batch": 1, "num_blocks": 32}
+        runner = ModelRunner.load(
+            path,
+            drafter=one.drafter,
+            early_exit_layers=one.early_exit_layers,
+            progress=lambda done, total, task=loading: bars.update(task, completed=done, total=total),  # type: ignore[misc]
+            **room | limits,
+        )
+        measuring = bars.add_task(f"measuring {label}", total=len(TEMPERATURES) * (2 + 2 * rounds))
+        results += measure(runner, label, prompts(tokens), rounds, lambda task=measuring: bars.advance(task))  # type: ignore[misc]
+    return results
+
+
+def prompts(tokens: list[int]) -> list[list[int]]:
+    """Pieces of a text, from all over it."""
+    stride = max(1, (len(tokens) - PROMPT_TOKENS) // PROMPTS)
+    return [tokens[i * stride :][:PROMPT_TOKENS] for i in range(PROMPTS)]
+
+
+def standard_text() -> str:
+    """Python sources, where nobody says what the model is used for."""
+    return "\n".join(inspect.getsource(module) for module in MODULES)
+
+
+def measure(
+    runner: "ModelRunner", draft: str, texts: list[list[int]], rounds: int, progress: Callable[[], None]
+) -> Iterable[DraftResult]:
+    """What this draft is worth at each temperature; `progress` is called 2 + 2 * rounds times for each."""
+    for temperature in TEMPERATURES:
+        seen = run(runner, texts, DEEPEST, temperature)
+        progress()
+        steps = {n: step_seconds(runner, n) for n in range(1, DEEPEST + 2)}
+        widths = {n: seconds / steps[1] for n, seconds in steps.items()}
+        progress()
+        cost = seen.draft_seconds / max(1, seen.drafted) / steps[1]
+        survival = np.cumprod((seen.kept + 0.5) / (seen.tried + 1))
+        predicted = {
+            depth: float(1 + survival[:depth].sum()) / (depth * cost + widths[depth + 1])
+            for depth in range(1, DEEPEST + 1)
+        }
+        best = max(predicted, key=lambda depth: predicted[depth])
+        ratios = []
+        for _ in range(rounds):
+            pair = []
+            for depth in (0, best):
+                pair.append(run(runner, texts, depth, temperature).per_token)
+                progress()
+            ratios.append(pair[0] / pair[1])
+        acceptance = float(seen.kept.sum() / max(1, seen.tried.sum()))
+        yield DraftResult(draft, temperature, acceptance, cost, widths, predicted, median(ratios))
+
+
+def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: float) -> Counts:
+    """Continues each text alone, with at most `depth` tokens drafted a step."""
+    from time import perf_counter
+
+    from paceline.batching.scheduler import SchedulerConfig
+    from paceline.controller import GroupConfig
+    from paceline.runtime.offline import Offline
+
+    totals, tried, kept = np.zeros(4), np.zeros(DEEPEST, np.int64), np.zeros(DEEPEST, np.int64)
+    plain = runner.step
+
+    def step(new, slices, dropped):  # type: ignore[no-untyped-def]
+        begin = perf_counter()
+        outputs, *seconds = plain(new, slices, dropped)
+        if slices and all(work.length == 1 + work.num_draft for work in slices):
+            some = [output.num_draft for output in outputs]
+            tokens = sum(len(output.tokens) for output in outputs)
+            totals[:] += perf_counter() - begin, runner.draft_s, tokens, sum(some)
+            for output in outputs:
+                kept[: output.num_accepted] += 1
+                tried[: min(output.num_draft, output.num_accepted + 1)] += 1
+        return outputs, *seconds
+
+    params = [
+        SamplingParams(
+            max_tokens=OUTPUT_TOKENS, temperature=temperature, ignore_eos=True, seed=i, seeded=False,
+            max_draft_tokens=depth,
+        )
+        for i in range(len(texts))
+    ]  # fmt: skip
+    limits = SchedulerConfig(max_batch=1, num_blocks=runner.info.num_blocks, block_size=runner.info.block_size)
+    runner.step = step  # type: ignore[method-assign]
+    try:
+        Offline(runner, GroupConfig(scheduler=limits)).generate(texts, params)
+    finally:
+        runner.step = plain  # type: ignore[method-assign]
+    seconds, draft_seconds, tokens, drafted = totals.tolist()
+    return Counts(seconds, draft_seconds, int(tokens), tried, kept, int(drafted))
+
+
+def step_seconds(runner: "ModelRunner", rows: int, times: int = 5) -> float:
+    """A step of the target over the last `rows` tokens of one sequence, as a verification has them."""
+    from time import perf_counter
+
+    from paceline.core.work import NewSequence, SliceWork
+
+    known, params = PROMPT_TOKENS + rows, SamplingParams(max_draft_tokens=0)
+    blocks = list(range(-(-known // runner.info.block_size)))
+    tokens, taken = [3 + i % 50 for i in range(known)], []
+    for _ in range(times + 1):
+        runner.step([NewSequence(-1, tokens, known, params)], [SliceWork(-1, 0, PROMPT_TOKENS, False, 0, blocks)], [])
+        begin = perf_counter()
+        runner.step([], [SliceWork(-1, PROMPT_TOKENS, rows, True, len(blocks), [])], [])
+        taken.append(perf_counter() - begin)
+        runner.step([], [], [-1])
+    return median(taken[1:])
+
+
+def table(results: list[DraftResult]) -> Table:
+    out = Table(box=None, pad_edge=False, title="drafts, one request at a time", title_justify="left")
+    for column in ("draft", "temperature", "acceptance", "cost c", "best K", "predicted", "measured"):
+        out.add_column(column, justify="left" if column == "draft" else "right")
+    for one in results:
+        numbers = f"{one.acceptance:.2f}", f"{one.cost:.3f}", str(one.best)
+        speed_ups = f"{one.predicted[one.best]:.2f}x", f"{one.measured:.2f}x"
+        out.add_row(one.draft, f"{one.temperature:g}", *numbers, *speed_ups)
+    return out
+
+
+def advice(results: list[DraftResult]) -> str:
+    """The draft that is best over all temperatures, as lines for a fleet file."""
+    drafts = list(dict.fromkeys(one.draft for one in results))
+    mean = {
+        draft: float(np.exp(np.mean([np.log(one.measured) for one in results if one.draft == draft])))
+        for draft in drafts
+    }
+    best = max(drafts, key=lambda draft: mean[draft])
+    if mean[best] <= 1:
+        return "no draft pays for one request at a time: speculation: {drafter: none}"
+    most = max(one.best for one in results if one.draft == best)
+    return f"best: {mean[best]:.2f}x on average with  speculation: {{drafter: {best}, max_draft_tokens: {most}}}"
+
+
+def draw(figure: Any, results: list[DraftResult], path: Path, name: str) -> None:
+    """Speed-up over K, predicted, one line a draft and temperature, and the measured point of each."""
+    axes = figure.subplots()
+    for one in results:
+        (line,) = axes.plot(one.predicted.keys(), one.predicted.values(), label=f"{one.draft}, T = {one.temperature:g}")
+        axes.plot([one.best], [one.measured], "o", color=line.get_color())
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(xlabel="drafted tokens K", ylabel="speed-up", title=f"{name}: predicted (lines), measured (dots)")
+    axes.legend(fontsize="small")
+    figure.savefig(path)

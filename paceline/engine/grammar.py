@@ -1,0 +1,95 @@
+"""Structured output: which tokens may come next for the text to become JSON of a schema.
+
+llguidance knows the answer for each prefix, and takes tokens back, so a grammar follows drafted tokens like everything
+else that depends on what came before. No torch here: the front end checks schemas before anything is queued.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_SCHEMA_BYTES = 32 << 10
+WHITESPACE = r"[ \n]{0,8}"  # between JSON's tokens: a small model could go on with blanks for ever
+# A schema within these is compiled in at most a few hundred milliseconds, and a step's mask found in less.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=300_000, step_lexer_fuel=100_000, step_max_items=20_000, max_grammar_size=50_000,
+    max_lexer_states=20_000, verbose_errors=False,
+)  # fmt: skip
+Changes = list[tuple[np.ndarray, np.ndarray]]
+
+
+def schema_error(schema: str) -> str:
+    """Why no text can be held to this JSON schema; empty if it can."""
+    if len(schema.encode()) > MAX_SCHEMA_BYTES:
+        return f"the schema has more than {MAX_SCHEMA_BYTES} bytes"
+    try:
+        return LLMatcher.validate_grammar(_grammar(schema), limits=LIMITS).split("\n")[0]
+    except ValueError as error:
+        return str(error).split("\n")[0]
+
+
+def _grammar(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+
+
+class Grammars:
+    """Makes the grammars of a model's sequences."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        """`tokenizer`: the file, which is read when the first grammar is made."""
+        self._file, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
+        self._tokenizer: LLTokenizer | None = None
+
+    def of(self, schema: str) -> "Grammar":
+        """Raises ValueError for a schema that cannot be compiled, OSError without a tokenizer."""
+        if self._tokenizer is None:
+            text = self._file.read_text(encoding="utf-8")
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids or None)
+        matcher = LLMatcher(self._tokenizer, _grammar(schema), log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise ValueError(f"response_format: {matcher.get_error()}")
+        return Grammar(matcher, self._vocab_size, self._eos_ids)
+
+
+class Grammar:
+    """Where one sequence's text is in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._matcher, self._vocab_size, self._eos_ids = matcher, vocab_size, frozenset(eos_ids)
+        self._ends = 0  # ends of sequence observed: the matcher does not count them
+
+    @property
+    def complete(self) -> bool:
+        """Only the end of the sequence may follow."""
+        return self._ends > 0 or self._matcher.is_stopped()
+
+    def observe(self, token: int) -> None:
+        if token in self._eos_ids:
+            self._ends += 1
+        else:
+            self._matcher.consume_token(token)
+
+    def forget(self, token: int) -> None:
+        """Takes back the last `observe` that has not been taken back."""
+        if token in self._eos_ids:
+            self._ends -= 1
+        else:
+            self._matcher.rollback(1)
+
+    def apply(self, row: np.ndarray) -> Changes:
+        """Bans in `row` (float32 [vocab]) what must not follow; what `penalties.undo` needs. Raises ValueError where
+        the text has left the grammar or has grown too complex for it."""
+        if self._ends:
+            allowed = np.zeros(self._vocab_size, np.uint8)
+            allowed[list(self._eos_ids)] = 1
+        else:
+            mask = self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                raise ValueError(f"response_format: {self._matcher.get_error()}")
+            allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size]
+        banned = np.flatnonzero(allowed == 0)
+        before = [(banned, row[banned])]
+        row[banned] = -np.inf
+        return before

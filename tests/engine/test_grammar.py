@@ -1,0 +1,168 @@
+"""Structured output: what comes out is JSON of the schema, drafts or not, and nobody else's request is touched."""
+
+import json
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.cli.sources import BUILTIN
+from paceline.controller import GroupConfig
+from paceline.core.request import SamplingParams
+from paceline.engine.config import ModelConfig
+from paceline.engine.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars, schema_error
+from paceline.engine.runner import ModelRunner
+from paceline.engine.tokenizer import Tokenizer
+from paceline.runtime.offline import Offline
+
+CODER = BUILTIN / "coder"
+EOS = ModelConfig.load(CODER).eos_ids
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["list", "dict", 7]},
+        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "open": {"type": "boolean"},
+    },
+    "required": ["name", "kind", "sizes", "open"],
+    "additionalProperties": False,
+}
+TEXT = json.dumps(SCHEMA)
+PROMPT = "# The configuration as JSON:\nconfig = "
+
+
+def follows(value: object) -> bool:
+    """Whether a value is one of SCHEMA."""
+    return (
+        isinstance(value, dict)
+        and list(value) == ["name", "kind", "sizes", "open"]
+        and isinstance(value["name"], str)
+        and len(value["name"]) <= 6
+        and value["kind"] in ("list", "dict", 7)
+        and len(value["sizes"]) <= 3
+        and all(type(size) is int and 0 <= size <= 99 for size in value["sizes"])
+        and isinstance(value["open"], bool)
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(CODER)
+
+
+@pytest.fixture(scope="module", params=["ngram", "coder-draft", "early_exit"])
+def runner(request: pytest.FixtureRequest) -> ModelRunner:
+    drafter = str(BUILTIN / request.param) if request.param == "coder-draft" else request.param
+    return ModelRunner.load(CODER, max_batch_tokens=256, max_batch=16, num_blocks=200, drafter=drafter)
+
+
+def generate(runner: ModelRunner, tokenizer: Tokenizer, params: list[SamplingParams]) -> list[object]:
+    """Texts, or errors."""
+    offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(max_batch=16, num_blocks=200)), EOS)
+    prompt = tokenizer.encode(PROMPT, add_special_tokens=False)
+    outputs = offline.generate([prompt] * len(params), params)
+    return [output.error or (tokenizer.decode(output.tokens, True), output.finish) for output in outputs]
+
+
+def asked(count: int = 9, **changes: object) -> list[SamplingParams]:
+    base = SamplingParams(max_tokens=200, json_schema=TEXT, **changes)
+    return [replace(base, seed=i, temperature=(0.0, 0.7, 1.3)[i % 3]) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("draft", "changes"), [(5, {}), (1, dict(top_p=0.8, frequency_penalty=0.3)), (3, dict(logit_bias=((5, 4.0),)))]
+)
+def test_answers_are_json_of_the_schema(runner, tokenizer, draft, changes):
+    for text, finish in generate(runner, tokenizer, asked(seeded=False, max_draft_tokens=draft, **changes)):
+        assert finish == "stop" and follows(json.loads(text)), text
+
+
+def test_drafts_change_no_answer(runner, tokenizer):
+    alone = generate(runner, tokenizer, asked(max_draft_tokens=0))
+    assert len(set(alone)) > 4 and all(follows(json.loads(text)) for text, _ in alone)
+    for draft in (1, 5):
+        assert generate(runner, tokenizer, asked(max_draft_tokens=draft)) == alone
+
+
+def test_a_complete_answer_ends_even_before_min_tokens(runner, tokenizer):
+    short = SamplingParams(max_tokens=50, min_tokens=40, json_schema='{"enum": [7]}', max_draft_tokens=3)
+    assert generate(runner, tokenizer, [short]) == [("7", "stop")]
+
+
+def test_a_schema_that_cannot_be_compiled_fails_alone(runner, tokenizer):
+    """The server refuses it before; an engine must live with it."""
+    bad = replace(asked(1)[0], json_schema='{"type": "nothing"}')
+    error, (text, _) = generate(runner, tokenizer, [bad, asked(1)[0]])
+    assert "nothing" in error and follows(json.loads(text))
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
+        Grammars(tmp_path / "tokenizer.json", 100, ()).of("{}")
+
+
+def grammar() -> Grammar:
+    return Grammars(CODER / "tokenizer.json", 2048, EOS).of(TEXT)
+
+
+def allowed(one: Grammar) -> list[int]:
+    row = np.zeros(2048, np.float32)
+    one.apply(row)
+    return np.flatnonzero(np.isfinite(row)).tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_forgotten_leaves_no_trace(seed):
+    """Behind any draft, taken back, the same tokens may follow as before: ends of sequence too."""
+    rng, one, known = random.Random(seed), grammar(), []
+    for _ in range(60):
+        before, draft = allowed(one), []
+        for _ in range(rng.randrange(6)):
+            draft.append(rng.choice(allowed(one)))
+            one.observe(draft[-1])
+        for token in reversed(draft):
+            one.forget(token)
+        assert allowed(one) == before
+        known.append(rng.choice(before))
+        one.observe(known[-1])
+        if known[-1] in EOS:
+            assert one.complete and allowed(one) == sorted(EOS)
+            break
+    again = grammar()
+    for token in known:
+        again.observe(token)
+    assert allowed(again) == allowed(one)
+
+
+MANY = [{"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(n)}} for n in range(40)]
+NESTED = {"$defs": {"a": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/a"}] * 30}}}, "$ref": "#/$defs/a"}
+EVIL = [
+    {"type": "string", "pattern": "(a{1,1000}){1,1000}(b{1,1000}){1,1000}"},
+    {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" * 30},
+    {"type": "string", "pattern": "(.*a){60}"},
+    {"type": "array", "items": {}, "minItems": 10**6},
+    {"type": "string", "minLength": 10**7},
+    {"enum": ["x" * 50 + str(i) for i in range(400)]},
+    {"anyOf": MANY},
+    NESTED,
+]
+
+
+@pytest.mark.parametrize("schema", EVIL, ids=lambda schema: str(schema)[:40])
+@pytest.mark.timeout(30)
+def test_evil_schemas_cost_little_or_are_refused(schema):
+    text = json.dumps(schema)
+    if not schema_error(text):
+        one = Grammars(CODER / "tokenizer.json", 2048, EOS).of(text)
+        try:
+            for _ in range(3):
+                one.observe(allowed(one)[0])
+        except ValueError:
+            pass
+
+
+def test_long_schemas_are_refused():
+    assert f"more than {MAX_SCHEMA_BYTES} bytes" in schema_error(json.dumps({"enum": ["x" * MAX_SCHEMA_BYTES]}))
