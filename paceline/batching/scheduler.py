@@ -109,6 +109,7 @@ class Scheduler:
         self.preempted: list[Sequence] = []  # in the step being composed
         self.cached_tokens = 0  # prompt tokens that the prefix cache saved, ever
         self.width = self._num_slices = self._num_decodes = 0  # of the step being composed
+        self._draft_seconds = 0.0  # that drafting should take in it
         self._num_ended = 0  # sequences that ended and are part of a batch
         self._serial = 0
 
@@ -141,6 +142,7 @@ class Scheduler:
         while True:
             self.preempted = []
             self.width = self._num_slices = self._num_decodes = 0
+            self._draft_seconds = 0.0
             self.policy.compose(self)
             preempted += self.preempted
             if self._num_slices or not self.preempted:
@@ -187,7 +189,8 @@ class Scheduler:
             spare = budget // (2 if self.prompts or self.waiting else 1)
             deep = spare // max(1, min(limit, table.count)) - 1
         elif table.drafts.any():
-            drafts, _ = self.lookahead.choose(table.numbers, drafts, order, self._pending(budget), budget)
+            pending = self._pending(budget)
+            drafts, self._draft_seconds = self.lookahead.choose(table.numbers, drafts, order, pending, budget)
 
         for grown in (self.config.block_size, 0):  # where blocks are short, drafts give way first
             taken, short, needed, width = compiled.ready_decodes(
@@ -222,7 +225,7 @@ class Scheduler:
             tbt = compiled.tightest_tbt(table.numbers, table.tbt, table.running, table.count)
             prompts = list(self._candidates(width - self.width))
             goal, pace = None if tbt == compiled.NONE else tbt, self.pace.factor if self.pace else 1.0
-            width = min(self.budget(shape, prompts, goal, pace), width)
+            width = min(self.budget(shape, prompts, goal, pace, self._draft_seconds), width)
         return width - self.width
 
     def chunk(self, sequence: Sequence, most: int | None = None) -> int:
@@ -313,7 +316,7 @@ class Scheduler:
         batch, step = self.flying.pop(id)
         self.advance(id)
         if self.pace and result.seconds and not batch.drafts:
-            self.pace.observe(batch.shape, result.seconds)
+            self.pace.observe(batch.shape, result.seconds - result.draft_seconds)
         tokens, gone = result.tokens, list[int]()
         if result.failed or self._num_ended:
             tokens = tokens.copy()

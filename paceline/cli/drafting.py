@@ -25,6 +25,8 @@ class Drafting:
     def of(speculation: Speculation) -> "Drafting":
         """Raises ValueError naming the drafter."""
         drafter, layers, most = speculation.drafter, speculation.early_exit_layers, speculation.max_draft_tokens
+        if layers is not None and drafter != "early_exit":
+            raise ValueError("speculation.early_exit_layers: is only allowed with drafter: early_exit")
         if drafter == "none":
             return Drafting()
         if drafter not in ("ngram", "early_exit"):

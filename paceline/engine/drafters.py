@@ -71,10 +71,12 @@ class EarlyExit:
         try:
             while pending:
                 hidden = self._forward(pending)
-                ready = self._ready(pending)
-                kept += sum(not job.coupled for job, _ in ready)
-                drawn = self._draw(ready, hidden)
-                pending = [(job, self._behind(job)) for job in drawn if kept < KEPT_ROWS and self._goes_on(job)]
+                ready = []
+                for job, row in self._ready(pending):
+                    kept += not job.coupled
+                    if job.coupled or kept <= KEPT_ROWS:
+                        ready.append((job, row))
+                pending = [(job, self._behind(job)) for job in self._draw(ready, hidden) if self._goes_on(job)]
         finally:
             for job in drafting:
                 for token in reversed(job.draft):
@@ -133,6 +135,7 @@ class EarlyExit:
             sampler.to_log_probs(log_probs, [job.sequence.state for job in jobs], [[]] * len(jobs))
             streams, places = zip(*(_noise(job) for job in jobs), strict=True)
             tokens = sampler.draw(log_probs, streams, places)
+            alone = not any(job.coupled for job in jobs)  # else rows that nobody needs would be kept with others
             for job, token, row in zip(jobs, tokens, log_probs, strict=True):
                 if token < 0:
                     continue
@@ -140,7 +143,7 @@ class EarlyExit:
                 job.draft.append(token)
                 job.sequence.state.observe(token)
                 if not job.coupled:
-                    job.draft_rows.append(row)
+                    job.draft_rows.append(row if alone else row.clone())
         return drawn
 
 
@@ -158,7 +161,7 @@ class DraftModel(EarlyExit):
     ) -> None:
         """`max_tokens`: of a pass; `vocabulary`: None where both models have the same."""
         super().__init__(decoder, cache, progress, logit_rows)
-        self.max_tokens, self.vocabulary = max_tokens, vocabulary
+        self.max_tokens, self.vocabulary = max_tokens, vocabulary and vocabulary.to(decoder.device)
         self.filled = np.zeros(cache.num_blocks, bool)  # blocks whose tokens are all followed
 
     def _first(self, jobs: Seq[Job]) -> Pending:

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer as Backend
 
 MAX_SCHEMA_BYTES = 32 << 10
 WHITESPACE = r"[ \n]{0,8}"  # between JSON's tokens: a small model could go on with blanks for ever
+OPTIONS = {  # all, so that a schema's own `x-guidance` changes none
+    "whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "item_separator": ",", "key_separator": ":",
+    "coerce_one_of": False, "lenient": False,
+}  # fmt: skip
+KEPT = 16  # compiled schemas of a model
 # A schema within these is compiled in at most a few hundred milliseconds, and a step's mask found in less.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000, step_lexer_fuel=100_000, step_max_items=20_000, max_grammar_size=50_000,
@@ -31,25 +37,34 @@ def schema_error(schema: str) -> str:
 
 
 def _grammar(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    return LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
 
 
 class Grammars:
     """Makes the grammars of a model's sequences."""
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        """`tokenizer`: the file, which is read when the first grammar is made."""
-        self._file, self._vocab_size, self._eos_ids = tokenizer, vocab_size, list(eos_ids)
+    def __init__(self, tokenizer: Path | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        """`tokenizer`: the file, None where there is none."""
+        self._vocab_size, self._eos_ids = vocab_size, list(eos_ids)
         self._tokenizer: LLTokenizer | None = None
+        if tokenizer is not None and self._eos_ids:
+            text = tokenizer.read_text(encoding="utf-8")
+            known = 1 + max(Backend.from_str(text).get_vocab(with_added_tokens=True).values(), default=-1)
+            self._tokenizer = LLTokenizer(text, n_vocab=max(known, vocab_size), eos_token=self._eos_ids)
+        self._compiled: dict[str, LLMatcher] = {}  # the newest last
 
     def of(self, schema: str) -> "Grammar":
-        """Raises ValueError for a schema that cannot be compiled, OSError without a tokenizer."""
+        """Raises ValueError for a schema that cannot be compiled, and where a model has no tokenizer or no end."""
         if self._tokenizer is None:
-            text = self._file.read_text(encoding="utf-8")
-            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids or None)
-        matcher = LLMatcher(self._tokenizer, _grammar(schema), log_level=0, limits=LIMITS)
+            raise ValueError("response_format: the model has no tokenizer.json, or no end of sequence")
+        matcher = self._compiled.pop(schema, None)
+        if matcher is None:
+            matcher = LLMatcher(self._tokenizer, _grammar(schema), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(f"response_format: {matcher.get_error()}")
+        self._compiled[schema] = matcher
+        if len(self._compiled) > KEPT:
+            del self._compiled[next(iter(self._compiled))]
         return Grammar(matcher, self._vocab_size, self._eos_ids)
 
 
@@ -57,8 +72,10 @@ class Grammar:
     """Where one sequence's text is in its grammar."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self._matcher, self._vocab_size, self._eos_ids = matcher, vocab_size, frozenset(eos_ids)
-        self._ends = 0  # ends of sequence observed: the matcher does not count them
+        self._begin, self._matcher = matcher, matcher.deep_copy()
+        self._vocab_size, self._eos_ids = vocab_size, frozenset(eos_ids)
+        self._tokens: list[int] = []  # observed
+        self._ends = 0  # ends of sequence among them: the matcher does not count those
 
     @property
     def complete(self) -> bool:
@@ -66,6 +83,7 @@ class Grammar:
         return self._ends > 0 or self._matcher.is_stopped()
 
     def observe(self, token: int) -> None:
+        self._tokens.append(token)
         if token in self._eos_ids:
             self._ends += 1
         else:
@@ -73,8 +91,12 @@ class Grammar:
 
     def forget(self, token: int) -> None:
         """Takes back the last `observe` that has not been taken back."""
+        self._tokens.pop()
         if token in self._eos_ids:
             self._ends -= 1
+        elif self._matcher.is_error():  # for ever: it starts again, without what was drafted
+            self._matcher = self._begin.deep_copy()
+            self._matcher.consume_tokens([known for known in self._tokens if known not in self._eos_ids])
         else:
             self._matcher.rollback(1)
 

@@ -45,12 +45,13 @@ class ModelRunner:
 
     by_block = True  # what was drafted with a distribution is verified as a block, else token by token
 
-    def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, path: Path, device: str = "cpu"):
+    def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, grammars: Grammars, device: str = "cpu"):
         self.decoder, self.cache, self.info, self.device = decoder, cache, info, device
         self.sequences: dict[int, EngineSequence | str] = {}  # a text is why the sequence could not be learnt
         self.drafter: Drafter = PromptLookup()
-        self.grammars = Grammars(path / "tokenizer.json", info.vocab_size, decoder.config.eos_ids)
+        self.grammars = grammars
         self.draft_s = 0.0
+        self._complaints: set[str] = set()
         self._progress = np.zeros(1, np.int64)
 
     @property
@@ -98,10 +99,13 @@ class ModelRunner:
             torch.set_num_threads(threads)
         for one in configs:
             _warm_up(one, block_size, device)
+        file = paths[0] / "tokenizer.json"
+        grammars = Grammars(file if file.is_file() else None, config.vocab_size, config.eos_ids)
         baseline = resident_bytes() if device == "cpu" else 0
         activations = max(activation_bytes(one, max_batch_tokens, context) for one in configs)
         if drafter != "ngram":
-            activations += 4 * min(KEPT_ROWS, max_batch_tokens) * config.vocab_size
+            # distributions kept, and what a verdict makes of those of target and draft
+            activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
         weights = sum(one.weight_bytes(quantization) for one in configs)
         if num_blocks is None:
             token_bytes = sum(one.kv_bytes_per_token for one in configs)
@@ -123,7 +127,7 @@ class ModelRunner:
         plan = MemoryPlan(baseline, weights, sum(cache.nbytes for cache in caches), activations)
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
-        runner = ModelRunner(decoders[0], caches[0], info, paths[0], device)
+        runner = ModelRunner(decoders[0], caches[0], info, grammars, device)
         if drafter == "early_exit":
             first = decoders[0].first(exit_layers), caches[0].first(exit_layers)
             runner.drafter = EarlyExit(*first, runner._progress, LOGIT_ROWS)
@@ -163,6 +167,7 @@ class ModelRunner:
         return [job.output() for job in jobs], forward, sampling
 
     def _learn(self, new: NewSequence) -> None:
+        self._tick()
         generated = new.tokens[new.num_prompt :]
         config = self.decoder.config
         try:
@@ -201,12 +206,18 @@ class ModelRunner:
         try:
             self.drafter.propose(jobs)
         except Exception as error:
-            print(f"a step goes without drafts: {type(error).__name__}: {error}", file=sys.stderr)
+            self._complain(f"steps go without drafts: {type(error).__name__}: {error}")
             for job in jobs:
                 job.draft, job.draft_rows = [], []
         for job in jobs:
             length = job.end + len(job.draft) - job.work.start
             job.span = SliceSpan(job.work.start, length, job.sequence.blocks, bool(job.draft))
+
+    def _complain(self, text: str) -> None:
+        """Once."""
+        if text not in self._complaints:
+            self._complaints.add(text)
+            print(text, file=sys.stderr)
 
     def _forward(self, jobs: list[Job]) -> Tensor:
         """Hidden states [tokens, hidden] of the jobs, one after the other, without those that get an error.
@@ -278,12 +289,13 @@ class ModelRunner:
             return
         try:
             verdicts = self._verdicts(jobs, logits)
-        except Exception as error:
-            if len(jobs) == 1:
-                jobs[0].error = f"{type(error).__name__}: {error}"
-            else:
-                for job in jobs:
-                    self._judge([job], logits)
+        except Exception:
+            for job in jobs if len(jobs) > 1 else ():
+                self._judge([job], logits)
+            if len(jobs) == 1:  # as if nothing had been drafted
+                job = jobs[0]
+                job.draft, job.draft_rows = [], []
+                self._sample([job], logits[job.first_row : job.first_row + 1])
             return
         for job, (kept, last) in zip(jobs, verdicts, strict=True):
             if last < 0:

@@ -110,14 +110,18 @@ def to_log_probs(logits: torch.Tensor, states: list[SamplingState], drafts: list
     row, numbers = 0, []
     for state, draft in zip(states, drafts, strict=True):
         numbers += [state.numbers] * (1 + len(draft))
-        for token in (*draft, None):
-            if state.penalties.active:
-                _penalise(logits[row], state)
-            if token is not None:
-                state.observe(token)
-            row += 1
-        for token in reversed(draft):
-            state.forget(token)
+        observed = 0
+        try:
+            for n in range(1 + len(draft)):
+                if n:
+                    state.observe(draft[n - 1])
+                    observed = n
+                if state.penalties.active:
+                    _penalise(logits[row], state)
+                row += 1
+        finally:
+            for token in reversed(draft[:observed]):
+                state.forget(token)
     if _stock(logits):
         logits.copy_(stock_sampler.log_probs(logits, numbers))
     else:
@@ -181,8 +185,11 @@ def _argmax(array: np.ndarray) -> list[int]:
 @contextmanager
 def _penalised(array: np.ndarray, states: list[SamplingState]) -> Iterator[None]:
     """Inside, the rows are as their penalties want them; afterwards as they were. No row is copied."""
-    before = [(row, s.penalties.apply(row)) for row, s in zip(array, states, strict=True) if s.penalties.active]
+    before = []
     try:
+        for row, state in zip(array, states, strict=True):
+            if state.penalties.active:
+                before.append((row, state.penalties.apply(row)))
         yield
     finally:
         for row, values in before:

@@ -42,6 +42,10 @@ class SharedVocabulary:
         self._target, self._draft = torch.tensor(list(shared.items())).unbind(1)
         self.to_draft = stand_in.index_copy(0, self._target, self._draft)  # [target's vocabulary]
 
+    def to(self, device: torch.device) -> "SharedVocabulary":
+        self.to_draft, self._target, self._draft = (x.to(device) for x in (self.to_draft, self._target, self._draft))
+        return self
+
     def to_target(self, logits: Tensor) -> Tensor:
         """The draft's logits [rows, its vocabulary] in the target's vocabulary; -inf where it has no such token."""
         out = logits.new_full((len(logits), self.size), -torch.inf)

@@ -120,7 +120,11 @@ def answer_tokens(model: ServedModel, prompt: int, asked: int | None, default: i
 async def _job(
     model: ServedModel, request: CompletionRequest | ChatRequest, prompts: list[Prompt], max_tokens: int, caller: Caller
 ) -> Job:
-    if schema := request.response_format.schema_text:
+    try:
+        schema = request.response_format.schema_text
+    except RecursionError:
+        raise bad_request("response_format", "the schema is nested too deeply") from None
+    if schema:
         error = await asyncio.to_thread(schema_error, schema)
         if error:
             raise bad_request("response_format", f"no answer can be held to this schema: {error}")

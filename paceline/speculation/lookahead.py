@@ -29,7 +29,9 @@ _F64, _I64 = types.float64, types.int64
 _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
 GUESS = 0.7  # acceptance of a drafter that nobody has tried
 WEIGHT = 4.0  # of what is believed beforehand, in tries
-FOLLOWS, MOST = 0.1, 2.0  # share of the newest step in what is known of times; the most that it may be off by
+FOLLOWS, SLOWLY = 0.1, 0.05  # shares of the newest step in what is known of times
+MOST = 2.0  # that it may be off by
+FORGETS = 0.998  # of what is known of times with drafts, as an exponent, with every step without any
 KEEPS, IDLE_KEEPS = 0.95, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.999  # of the group's, with every step
 # survivals from which on tokens are drafted, to choose from; the first is none at all
@@ -55,7 +57,8 @@ class Lookahead:
     def __init__(self, target: Costs, draft: Costs | None) -> None:
         """`draft`: None where drafting costs nothing to speak of (n-grams)."""
         self._target, self._draft = _array(target), _array(draft or Costs([0.0]))
-        self.plain, self.verifying, self.drafting = 1.0, 1.0, 1.0  # what steps take over what profiles say
+        # what steps take over what profiles say: all of them, and relative to that steps with drafts, and drafting
+        self.pace, self.verifying, self.drafting = 1.0, 1.0, 1.0
         self.group = np.zeros((2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
         self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
         self._chosen = np.zeros(0, np.int64)
@@ -73,10 +76,10 @@ class Lookahead:
         """
         self._grow(len(numbers))
         seconds = _choose(
-            numbers, drafts, running, self.counts, self.group, pending, budget, *self._target, *self._draft, self.plain,
+            numbers, drafts, running, self.counts, self.group, pending, budget, *self._target, *self._draft,
             self.verifying, self.drafting, THRESHOLDS, self._chosen,
         )  # fmt: skip
-        return self._chosen, seconds
+        return self._chosen, seconds * self.pace
 
     def observe(self, slots: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
         """A step is done: each slot (-1: none) drafted so many tokens, and yielded so many in all."""
@@ -93,18 +96,23 @@ class Lookahead:
 
         `seconds` of the whole step, `draft_seconds` of drafting in it.
         """
-        draft, verify = _expected(drafted, read, *self._target, *self._draft)
-        if drafted.any():
-            self.verifying = _followed(self.verifying, (seconds - draft_seconds) / verify)
+        draft, target = _expected(drafted, read, *self._target, *self._draft)
+        drafts = bool(drafted.any())
+        ratio = (seconds - draft_seconds) / target / (self.verifying if drafts else 1.0)
+        surprise = ratio / self.pace
+        # a machine's pace changes often and for all; what drafts take beside it does not, and is forgotten slowly
+        if drafts:
+            self.verifying = _followed(self.verifying, self.verifying * surprise, SLOWLY)
             if draft:
-                self.drafting = _followed(self.drafting, draft_seconds / draft)
+                self.drafting = _followed(self.drafting, draft_seconds / draft / self.pace, SLOWLY)
         else:
-            self.plain = _followed(self.plain, seconds / verify)
+            self.verifying, self.drafting = self.verifying**FORGETS, self.drafting**FORGETS
+        self.pace = _followed(self.pace, ratio, FOLLOWS)
 
 
-def _followed(factor: float, ratio: float) -> float:
+def _followed(factor: float, ratio: float, share: float) -> float:
     change = math.log(max(ratio, 1e-9) / factor)
-    return factor * math.exp(FOLLOWS * min(max(change, -math.log(MOST)), math.log(MOST)))
+    return factor * math.exp(share * min(max(change, -math.log(MOST)), math.log(MOST)))
 
 
 def _array(costs: Costs) -> tuple[Floats, float, float]:
@@ -121,13 +129,13 @@ def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-d
 @njit(
     _F64(
         _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64,
-        _F64, _F64, _F64, _FLOATS, _INTS,
+        _F64, _F64, _FLOATS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
 def _choose(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, pending, budget, linear, token, context, draft_linear, draft_token,
-    draft_context, plain, verifying, slower, thresholds, chosen,
+    draft_context, verifying, slower, thresholds, chosen,
 ):  # fmt: skip
     # what each place of each draft survives with
     survival = np.zeros((running.shape[0], MAX_DRAFT_TOKENS))
@@ -141,7 +149,7 @@ def _choose(  # type: ignore[no-untyped-def]
         decodes += 1
         read += row[COMPUTED]
         alive, believed = 1.0, GUESS
-        for j in range(max(0, min(drafts[slot], row[LIMIT] - row[KNOWN] - 1))):
+        for j in range(max(0, min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1))):
             believed = (group[0, j] + WEIGHT * believed) / (group[1, j] + WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
             survival[i, j] = alive
@@ -172,8 +180,8 @@ def _choose(  # type: ignore[no-untyped-def]
             chunk = min(pending, max(0, budget - width))
             if chunk > 0:
                 whole += _seconds(linear, 0.0, 0.0, width + chunk, 0) - _seconds(linear, 0.0, 0.0, width, 0)
-            whole = seconds + whole * (verifying if width > decodes else plain)
-            if (decodes + gained + chunk) / whole > best:
+            whole = seconds + whole * (verifying if width > decodes else 1.0)
+            if whole > 0 and (decodes + gained + chunk) / whole > best:
                 best, threshold, depth, drafting = (decodes + gained + chunk) / whole, least, deepest, seconds
         if threshold > 1.0:
             break  # nobody drafts
@@ -194,7 +202,7 @@ def _expected(  # type: ignore[no-untyped-def]
     width = 0
     for length in drafted:
         width += 1 + length
-        for j in range(length):
+        for j in range(min(length, MAX_DRAFT_TOKENS)):
             passes[j] += 1
     seconds = 0.0
     for some in passes:
@@ -212,7 +220,8 @@ def _observe(slots, drafted, emitted, counts, group):  # type: ignore[no-untyped
         if slot < 0:
             continue
         counts[slot] *= KEEPS if drafted[i] > 0 else IDLE_KEEPS
-        for j in range(min(drafted[i], emitted[i])):  # the first that was refused is the last that was tried
+        tried = min(drafted[i], emitted[i], MAX_DRAFT_TOKENS)  # the first that was refused is the last
+        for j in range(tried):
             kept = j + 1 < emitted[i]
             counts[slot, 0, j] += kept
             counts[slot, 1, j] += 1

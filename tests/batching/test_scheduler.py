@@ -248,8 +248,8 @@ def test_preemption_is_told_even_if_nothing_can_run():
 def test_a_budget_is_asked_each_step_and_kept_to():
     asked = []
 
-    def budget(shape, prompts, tbt, pace):
-        assert pace == 1.0
+    def budget(shape, prompts, tbt, pace, spent):
+        assert (pace, spent) == (1.0, 0.0)
         asked.append((shape, list(prompts), tbt))
         return 7 if len(asked) == 2 else 1000
 

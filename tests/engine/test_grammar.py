@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from paceline.batching.scheduler import SchedulerConfig
 from paceline.cli.sources import BUILTIN
@@ -14,6 +15,7 @@ from paceline.core.request import SamplingParams
 from paceline.engine.config import ModelConfig
 from paceline.engine.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars, schema_error
 from paceline.engine.runner import ModelRunner
+from paceline.engine.sampler import SamplingState, sample
 from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.offline import Offline
 
@@ -89,7 +91,9 @@ def test_drafts_change_no_answer(runner, tokenizer):
 
 def test_a_complete_answer_ends_even_before_min_tokens(runner, tokenizer):
     short = SamplingParams(max_tokens=50, min_tokens=40, json_schema='{"enum": [7]}', max_draft_tokens=3)
-    assert generate(runner, tokenizer, [short]) == [("7", "stop")]
+    offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(max_batch=16, num_blocks=200)), EOS)
+    (output,) = offline.generate([tokenizer.encode(PROMPT, add_special_tokens=False)], [short])
+    assert (tokenizer.decode(output.tokens, False), len(output.tokens)) == (f"7{tokenizer.token_text(EOS[0])}", 2)
 
 
 def test_a_schema_that_cannot_be_compiled_fails_alone(runner, tokenizer):
@@ -99,17 +103,54 @@ def test_a_schema_that_cannot_be_compiled_fails_alone(runner, tokenizer):
     assert "nothing" in error and follows(json.loads(text))
 
 
-def test_a_model_without_a_tokenizer_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
-        Grammars(tmp_path / "tokenizer.json", 100, ()).of("{}")
+@pytest.mark.parametrize(("file", "ends"), [(None, EOS), (CODER / "tokenizer.json", ())])
+def test_a_model_without_a_tokenizer_or_an_end_says_so(file, ends):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json, or no end of sequence"):
+        Grammars(file, 2048, ends).of("{}")
+
+
+@pytest.mark.parametrize("size", [1000, 2048, 4096])
+def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(size):
+    assert max(allowed(Grammars(CODER / "tokenizer.json", size, EOS).of("{}"), size)) < size
+
+
+def test_a_grammar_that_fails_behind_a_draft_is_whole_again_without_it():
+    one, other = grammar(), grammar()
+    first = allowed(one)[0]
+    for state in (one, other):
+        state.observe(first)
+    banned = next(token for token in range(2048) if token not in allowed(one) and token not in EOS)
+    one.observe(banned)
+    with pytest.raises(ValueError, match="response_format"):
+        allowed(one)
+    one.forget(banned)
+    assert allowed(one) == allowed(other)
+
+
+def test_a_grammar_that_fails_changes_nobody_elses_row():
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+    good = SamplingState(params, 2048, EOS, list(range(1000)), [])
+    broken = grammar()
+    broken.observe(5)
+    bad = SamplingState(SamplingParams(json_schema=TEXT), 2048, EOS, [], [], broken)
+    logits = torch.randn(2, 2048)
+    before = logits.clone()
+    with pytest.raises(ValueError, match="response_format"):
+        sample(logits, [good, bad], [0, 0])
+    assert torch.equal(logits, before)
+
+
+def test_a_schemas_own_options_change_nothing():
+    lenient = {"type": "object", "unevaluatedProperties": False, "x-guidance": {"lenient": True}}
+    assert "Unimplemented" in schema_error(json.dumps(lenient))
 
 
 def grammar() -> Grammar:
     return Grammars(CODER / "tokenizer.json", 2048, EOS).of(TEXT)
 
 
-def allowed(one: Grammar) -> list[int]:
-    row = np.zeros(2048, np.float32)
+def allowed(one: Grammar, size: int = 2048) -> list[int]:
+    row = np.zeros(size, np.float32)
     one.apply(row)
     return np.flatnonzero(np.isfinite(row)).tolist()
 
