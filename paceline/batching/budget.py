@@ -55,7 +55,12 @@ class GoalBudget:
     margin: float = 0.0  # share of a step's time by which it may come out longer than predicted
 
     def __call__(
-        self, shape: StepShape, prompts: Sequence[tuple[int, int]], tbt: float | None, pace: float = 1.0, spent: float = 0.0
+        self,
+        shape: StepShape,
+        prompts: Sequence[tuple[int, int]],
+        tbt: float | None,
+        pace: float = 1.0,
+        spent: float = 0.0,
     ) -> int:
         goals = [(goal - spent) / (pace * (1 + self.margin)) for goal in (self.tbt, tbt) if goal is not None]
         widest = self._within(min(goals), shape, prompts) if goals and shape.decodes else self.knee
