@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paceline.cli.fleet_file import Speculation
 from paceline.cli.sources import resolve
+from paceline.core.request import DRAFTERS
 from paceline.engine.config import ModelConfig
 from paceline.latency.profile import Profile
 from paceline.speculation.lookahead import Costs, Lookahead
@@ -29,18 +30,18 @@ class Drafting:
             raise ValueError("speculation.early_exit_layers: is only allowed with drafter: early_exit")
         if drafter == "none":
             return Drafting()
-        if drafter not in ("ngram", "early_exit"):
+        if drafter not in DRAFTERS:
             try:
                 drafter = str(resolve(drafter))
             except ValueError as error:
                 text = str(error).removeprefix("source: ")
-                raise ValueError(f"speculation.drafter: {text}; or none, ngram, early_exit") from None
+                raise ValueError(f"speculation.drafter: {text}; or none, {', '.join(DRAFTERS)}") from None
         return Drafting(drafter, layers, most, speculation.adaptive)
 
     @property
     def model(self) -> Path | None:
         """That drafts, where it is one of its own."""
-        return None if self.drafter in ("ngram", "early_exit") else Path(self.drafter)
+        return None if self.drafter in DRAFTERS else Path(self.drafter)
 
     @property
     def chooses(self) -> bool:
@@ -55,7 +56,7 @@ def lookahead(
     cost = draft and _costs(draft)
     if drafting.drafter == "early_exit":
         config = ModelConfig.load(path)
-        layers = drafting.early_exit_layers or max(1, config.layers // 4)
+        layers = config.exit_layers(drafting.early_exit_layers)
         part = replace(config, layers=layers, windows=config.windows[:layers])
         cost = _costs(target).scaled(part.weight_bytes(quantization) / config.weight_bytes(quantization))
     return partial(Lookahead, _costs(target), cost)

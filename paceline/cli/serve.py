@@ -25,6 +25,7 @@ from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names, default_name, resolve
 from paceline.cli.worker import WorkerOptions
 from paceline.core.request import NO_SLO, SLO
+from paceline.engine.config import ModelConfig
 from paceline.engine.tokenizer import Tokenizer
 from paceline.latency.profile import Profile
 from paceline.runtime.fleet import FleetConfig, LocalFleet
@@ -138,7 +139,10 @@ def find_models(
         path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
         goals = SLO(ttft=entry.slo.ttft, tbt=entry.slo.tbt)
         model = Model(name, path, Tokenizer.load(path), entry.quantization, goals)
-        models.append(replace(model, drafting=Drafting.of(entry.speculation)))
+        model = replace(model, drafting=Drafting.of(entry.speculation))
+        if model.drafting.drafter == "early_exit":
+            ModelConfig.load(path).exit_layers(model.drafting.early_exit_layers)  # refused before anything is measured
+        models.append(model)
     twice = [m.name for m in models if [n.name for n in models].count(m.name) > 1]
     if twice:
         raise ValueError(f"served-model-name: two models are called {twice[0]!r}; name them apart")

@@ -117,6 +117,13 @@ class ModelConfig:
             return elements + 8 * (self.layers * rows + self.vocab_size) + vectors
         return 4 * elements + vectors
 
+    def exit_layers(self, asked: int | None) -> int:
+        """The layers behind which early exit drafts; None: a quarter of all. Raises ModelError."""
+        layers = max(1, self.layers // 4) if asked is None else asked
+        if not 1 <= layers < self.layers:
+            raise ModelError(f"early_exit_layers: {layers} is not from 1 to {self.layers - 1}")
+        return layers
+
     @staticmethod
     def load(path: Path | str) -> "ModelConfig":
         """Reads `path`/config.json (and generation_config.json). Raises ModelError."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.request import DRAFTERS
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import attention, sampler
 from paceline.engine.attention import SliceSpan, plan_step
@@ -35,7 +36,6 @@ from paceline.speculation import rejection
 # Bytes that steps leave behind: oneDNN's compiled kernels, one per layer shape and row count, and what the allocator
 # keeps. Measured 58 and 66 MiB after steps of seven sizes with the shapes of Llama 3.2 1B and Qwen 2.5 0.5B.
 KEPT = 64 << 20
-DRAFTERS = ("ngram", "early_exit")  # others are directories
 NO_DISTRIBUTION = "the model gave no distribution (logits are NaN or infinite)"
 LOGIT_ROWS = 64  # logits at a time: bounds their memory where every prompt token's are asked for
 
@@ -90,9 +90,7 @@ class ModelRunner:
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
         limited, context = context is not None, context or config.max_context
-        exit_layers = early_exit_layers or max(1, config.layers // 4)
-        if drafter == "early_exit" and exit_layers >= config.layers:
-            raise ModelError(f"early_exit_layers: {exit_layers} is not from 1 to {config.layers - 1}")
+        exit_layers = config.exit_layers(early_exit_layers) if drafter == "early_exit" else 0
         checkpoints = [Checkpoint(path) for path in paths]
         vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
         if threads is not None:

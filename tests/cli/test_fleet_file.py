@@ -109,6 +109,13 @@ def test_speculation_is_a_key_of_a_model(tmp_path, speculation, drafter, draft):
     assert [(m.drafting.drafter, m.drafting.max_draft_tokens) for m in models] == [(drafter, draft), ("ngram", 0)]
 
 
+def test_layers_to_exit_behind_are_some_of_the_models(tmp_path):
+    speculation = "speculation: {drafter: early_exit, early_exit_layers: 4}"
+    text = GOOD.replace("builtin:coder}", f"'builtin:coder', {speculation}}}", 1)
+    with pytest.raises(ValueError, match="early_exit_layers: 4 is not from 1 to 3"):
+        find_models([str(write(tmp_path, text))], [])
+
+
 def test_layers_to_exit_behind_belong_to_early_exit(tmp_path):
     text = GOOD.replace("builtin:coder}", "'builtin:coder', speculation: {drafter: ngram, early_exit_layers: 2}}", 1)
     with pytest.raises(ValueError, match=r"speculation.early_exit_layers: is only allowed with drafter: early_exit"):
