@@ -165,11 +165,13 @@ class ModelRunner:
         return [job.output() for job in jobs], forward, sampling
 
     def _learn(self, new: NewSequence) -> None:
-        self._tick()
         generated = new.tokens[new.num_prompt :]
         config = self.decoder.config
         try:
-            grammar = self.grammars.of(new.params.json_schema) if new.params.json_schema else None
+            grammar = None
+            if new.params.json_schema:
+                grammar = self.grammars.of(new.params.json_schema)
+                self._tick()
             prompt = new.tokens[: new.num_prompt]
             state = SamplingState(new.params, config.vocab_size, config.eos_ids, prompt, generated, grammar)
         except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone
