@@ -31,7 +31,7 @@ SAMPLES = int(os.environ.get("SAMPLES", 1_000_000))
 PART = 20_000  # samples at a time
 PROMPT = [1, 5, 2, 4, 3, 0, 5, 5, 2, 1, 4, 3]
 REPETITIVE = [1, 5, 2, 4, 1, 5, 2, 4, 1, 5, 2, 4]  # something to look up
-PENALTIES = dict(repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.3, min_tokens=2, stop_token_ids=(3,))
+PENALTIES = dict(repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.3, min_tokens=4, stop_token_ids=(3,))
 LAWS: dict[str, dict] = {
     "K=0": dict(draft=0),
     "temperature 0.6, K=1": dict(draft=1, temperature=0.6),
@@ -88,11 +88,12 @@ def one_law(
             law.words(target, "abcdef")
             law.words(other, letters)
         runner = ModelRunner.load(
-            target, max_batch_tokens=256, max_batch=128, num_blocks=512, drafter=drafter or str(other)
+            target, max_batch_tokens=512, max_batch=40, num_blocks=512, drafter=drafter or str(other)
         )
     runner.by_block = by_block
-    base = SamplingParams(max_tokens=3, seeded=seeded, max_draft_tokens=draft, **changes)
-    limits, samples, accepted = SchedulerConfig(token_budget=256, max_batch=128, num_blocks=512), [], 0
+    base = SamplingParams(max_tokens=8, seeded=seeded, max_draft_tokens=draft, **changes)
+    # wide enough that decodes have room for five drafted tokens each while prompts wait
+    limits, samples, accepted = SchedulerConfig(token_budget=512, max_batch=40, num_blocks=512), [], 0
     plain = runner.step
 
     def step(new, slices, dropped):
@@ -106,8 +107,9 @@ def one_law(
         params = [replace(base, seed=begin + i) for i in range(min(PART, SAMPLES - begin))]
         offline = Offline(runner, GroupConfig(scheduler=limits))
         offline.controller.groups[0].scheduler.policy = forced(11)
-        samples += [tuple(one.tokens) for one in offline.generate([prompt] * len(params), params)]
-    return law.surprise(samples, law.law(model, prompt, base, 3)), accepted
+        outputs = offline.generate([prompt] * len(params), params)
+        samples += [tuple(one.tokens[law.DRAFTED]) for one in outputs]
+    return law.surprise(samples, law.drafted_law(model, prompt, base)), accepted
 
 
 def seeded(requests: int = 1000) -> dict:

@@ -56,6 +56,17 @@ def law(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams, 
     return found
 
 
+def drafted_law(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams) -> dict[Context, float]:
+    """Of tokens 2 to 4: the first comes with the prompt's last chunk, so these are the first that can be drafted."""
+    found: Counter[Context] = Counter()
+    for context, share in law(model, prompt, params, 4).items():
+        found[context[1:]] += share
+    return found
+
+
+DRAFTED = slice(1, 4)  # of an output of at least 8 tokens, so that four of them can be drafted together
+
+
 def probabilities(
     logits: torch.Tensor, prompt: Sequence[int], generated: Context, params: SamplingParams
 ) -> list[float]:

@@ -21,6 +21,7 @@ from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.vocabulary import SharedVocabulary
 from paceline.runtime.offline import Offline
+from paceline.speculation import rejection
 from paceline.speculation.lookahead import Costs, Lookahead
 from tests.engine import law
 
@@ -222,18 +223,39 @@ def tiny(tmp_path_factory) -> tuple[Path, Path, object]:
     ],
 )
 def test_unseeded_tokens_follow_the_target(tiny, changes, draft, by_block):
-    """Joint law of three tokens, with chunked prefill and preemption (the long version: `make bench-exactness`)."""
+    """Joint law of three drafted tokens, with chunked prefill and preemption (at length: `make bench-exactness`)."""
+    assert abs(surprise(tiny, draft, by_block, **changes)) < 3.7
+
+
+@pytest.mark.parametrize("by_block", [True, False])
+@pytest.mark.parametrize("mistake", ["all accepted", "the last token from the target"])
+def test_mistakes_show_through_the_engine(tiny, monkeypatch, mistake, by_block):
+    """Coarse ones: 5,000 samples tell no others. The oracle of tests/speculation and the long version do."""
+    judge = rejection.acceptance
+    if mistake == "all accepted":
+        monkeypatch.setattr(rejection, "acceptance", lambda *args: (torch.ones_like(judge(*args)[0]), judge(*args)[1]))
+    else:
+        monkeypatch.setattr(
+            rejection, "last_log_weights", lambda target, draft, weights, lengths, kept: target[
+                [begin + n for begin, n in zip(rejection._begins(lengths, 1), kept, strict=True)]
+            ],
+        )  # fmt: skip
+    assert surprise(tiny, 3, by_block) > 3.7
+
+
+def surprise(tiny: tuple[Path, Path, object], draft: int, by_block: bool, **changes: object) -> float:
+    """Standard deviations that what the engine emits is off from the target's law."""
     samples, prompt = 5_000, [1, 5, 2, 4, 3]
     path, draft_path, model = tiny
-    runner = ModelRunner.load(path, max_batch_tokens=256, max_batch=128, num_blocks=512, drafter=str(draft_path))
+    runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=48, num_blocks=512, drafter=str(draft_path))
     runner.by_block = by_block
-    base = SamplingParams(max_tokens=3, seeded=False, max_draft_tokens=draft, **changes)
+    base = SamplingParams(max_tokens=8, seeded=False, max_draft_tokens=draft, **changes)
     chosen = [replace(base, seed=1000 + i) for i in range(samples)]
-    limits = SchedulerConfig(token_budget=256, max_batch=128, num_blocks=512)
+    limits = SchedulerConfig(token_budget=512, max_batch=48, num_blocks=512)
     offline = Offline(runner, GroupConfig(scheduler=limits))
     offline.controller.groups[0].scheduler.policy = forced(11)
-    got = [tuple(output.tokens) for output in offline.generate([prompt] * samples, chosen)]
-    assert abs(law.surprise(got, law.law(model, prompt, base, 3))) < 3.7
+    got = [tuple(output.tokens[law.DRAFTED]) for output in offline.generate([prompt] * samples, chosen)]
+    return law.surprise(got, law.drafted_law(model, prompt, base))
 
 
 def test_the_law_test_can_fail(tiny):
@@ -282,10 +304,11 @@ def test_another_vocabulary_changes_no_law(tiny, tmp_path, seeded):
     path, draft_path, model = tiny
     path = law.words(shutil.copytree(path, tmp_path / "target"), "abcdef")
     draft_path = law.words(shutil.copytree(draft_path, tmp_path / "draft"), "dxcayb")
-    runner = ModelRunner.load(path, max_batch_tokens=256, max_batch=128, num_blocks=512, drafter=str(draft_path))
+    runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=48, num_blocks=512, drafter=str(draft_path))
     assert runner.drafter.vocabulary.num_shared == 4
-    base = SamplingParams(max_tokens=3, seeded=seeded, max_draft_tokens=3)
+    base = SamplingParams(max_tokens=8, seeded=seeded, max_draft_tokens=3)
     chosen, prompt = [replace(base, seed=i) for i in range(5000)], [1, 5, 2]
-    limits = SchedulerConfig(token_budget=256, max_batch=128, num_blocks=512)
+    limits = SchedulerConfig(token_budget=512, max_batch=48, num_blocks=512)
     got = Offline(runner, GroupConfig(scheduler=limits)).generate([prompt] * len(chosen), chosen)
-    assert abs(law.surprise([tuple(output.tokens) for output in got], law.law(model, prompt, base, 3))) < 3.7
+    tokens = [tuple(output.tokens[law.DRAFTED]) for output in got]
+    assert abs(law.surprise(tokens, law.drafted_law(model, prompt, base))) < 3.7
