@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from random import Random
 
-from paceline.batching.policies import policy as named
-from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
+from paceline.batching.scheduler import SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
@@ -25,6 +23,7 @@ from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.offline import Offline
 from paceline.speculation.lookahead import Costs, Lookahead
 from tests.engine import law
+from tests.engine.schedules import forced
 
 CASES = ["law", "seeded"]
 SAMPLES = int(os.environ.get("SAMPLES", 1_000_000))
@@ -46,18 +45,6 @@ LAWS: dict[str, dict] = {
     "another vocabulary, K=3": dict(draft=3, letters="dxcayb"),
     "coupled, K=3": dict(draft=3, seeded=True),
 }
-
-
-def forced(every: int) -> Policy:
-    """The default policy, but now and then the latest sequence is preempted for no reason."""
-    steps, policy = count(1), named("paceline")
-
-    def compose(scheduler: Scheduler) -> None:
-        if next(steps) % every == 0 and scheduler.running:
-            scheduler.preempt(scheduler.running[-1])
-        policy.compose(scheduler)
-
-    return replace(policy, compose=compose)
 
 
 def run(case: str) -> dict:

@@ -4,14 +4,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.batching.policies import policy as named
-from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
+from paceline.batching.scheduler import Policy, SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
@@ -24,6 +22,7 @@ from paceline.runtime.offline import Offline
 from paceline.speculation import rejection
 from paceline.speculation.lookahead import Costs, Lookahead
 from tests.engine import law
+from tests.engine.schedules import forced, off_and_on
 
 COUNT, OUTPUT, NUM_BLOCKS = 8, 40, 200
 CODER = BUILTIN / "coder"
@@ -46,23 +45,6 @@ def params(seeded: bool = True, **changes: object) -> list[SamplingParams]:
     base = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True, seeded=seeded, **changes)
     warm = replace(base, temperature=0.8, top_p=0.95, frequency_penalty=0.2, repetition_penalty=1.1)
     return [replace(base if i % 2 else warm, seed=50 + i) for i in range(COUNT)]
-
-
-def forced(every: int, draft_between: bool = False) -> Policy:
-    """The default policy, but now and then the latest sequence is preempted, or nobody drafts for some steps."""
-    steps, policy = count(1), named("paceline")
-
-    def compose(scheduler: Scheduler) -> None:
-        step = next(steps)
-        if step % every == 0 and scheduler.running and not draft_between:
-            scheduler.preempt(scheduler.running[-1])
-        budget = scheduler.config
-        if draft_between and step % every < every // 2:
-            scheduler.config = replace(budget, token_budget=1)  # nothing is left for drafts
-        policy.compose(scheduler)
-        scheduler.config = budget
-
-    return replace(policy, compose=compose)
 
 
 class Generated(list):
@@ -109,25 +91,18 @@ def drafting(request: pytest.FixtureRequest) -> ModelRunner:
     return load(request.param if request.param == "early_exit" else str(BUILTIN / request.param))
 
 
-SCHEDULES = {
-    "plain": {},
-    "narrow": dict(budget=24),
-    "preempted": dict(policy=5),
-    "narrow and preempted": dict(policy=7, budget=32),
-    "off and on": dict(policy=-12),
+SCHEDULES: dict[str, Callable[[], dict]] = {
+    "plain": lambda: {},
+    "narrow": lambda: dict(budget=24),
+    "preempted": lambda: dict(policy=forced(5)),
+    "narrow and preempted": lambda: dict(policy=forced(7), budget=32),
+    "off and on": lambda: dict(policy=off_and_on(12)),
 }
-
-
-def schedule(name: str) -> dict[str, object]:
-    chosen = dict(SCHEDULES[name])
-    if every := chosen.pop("policy", 0):
-        chosen["policy"] = forced(abs(every), every < 0)
-    return chosen
 
 
 @pytest.mark.parametrize(("name", "draft"), list(zip(SCHEDULES, (8, 1, 4, 3, 5), strict=True)))
 def test_greedy_and_seeded_answers_are_those_without_drafts(drafting, prompts, alone, name, draft):
-    got = generate(drafting, prompts, params(max_draft_tokens=draft), **schedule(name))
+    got = generate(drafting, prompts, params(max_draft_tokens=draft), **SCHEDULES[name]())
     assert got == alone and got.accepted > 0
 
 
@@ -138,7 +113,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(prompts, name, seeded):
     acceptances, steps without drafts, preemption, prefixes from the cache."""
     runner = load(str(CODER))
     for _ in range(2):  # the second time all prompts are in the prefix cache
-        got = generate(runner, prompts, params(seeded, max_draft_tokens=5), **schedule(name))
+        got = generate(runner, prompts, params(seeded, max_draft_tokens=5), **SCHEDULES[name]())
         assert got.drafted > 100 and got.accepted >= 0.995 * got.drafted
 
 

@@ -1,18 +1,17 @@
 """A sequence's tokens do not depend on how it was scheduled: budget, batch, preemption, prefix cache."""
 
 from dataclasses import replace
-from itertools import count
 
 import pytest
 
-from paceline.batching.policies import policy as named
-from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
+from paceline.batching.scheduler import SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
 from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.offline import Offline
+from tests.engine.schedules import forced
 
 TEXTS = [
     "def __init__(self, ",
@@ -41,18 +40,6 @@ def params(kind: str) -> list[SamplingParams]:
     if kind == "seeded":
         base = replace(base, temperature=0.9, top_p=0.95, top_k=200, frequency_penalty=0.2)
     return [replace(base, seed=100 + i) for i in range(COUNT)]
-
-
-def forced(every: int) -> Policy:
-    """The default policy, but now and then the latest sequence is preempted for no reason."""
-    steps, policy = count(1), named("paceline")
-
-    def compose(scheduler: Scheduler) -> None:
-        if next(steps) % every == 0 and scheduler.running:
-            scheduler.preempt(scheduler.running[-1])
-        policy.compose(scheduler)
-
-    return replace(policy, compose=compose)
 
 
 def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS, policy=None):
