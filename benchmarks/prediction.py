@@ -73,11 +73,8 @@ def workload_steps(
     for turn in range(rounds + 1):
         taken: list[tuple[Batch, float]] = []
 
-        def on_step(batch: Batch, forward_s: float, sample_s: float, taken: list = taken) -> None:
-            taken.append((batch, forward_s + sample_s))
-
         offline = Offline(runner, GroupConfig(scheduler=limits, predict=predict))  # a fresh one: no prefix is cached
-        offline.on_step = on_step
+        offline.on_step = lambda batch, _, forward_s, sample_s: taken.append((batch, forward_s + sample_s))  # noqa: B023
         offline.generate(prompts, params)
         if not turn:
             steps = [Measured(batch.shape) for batch, _ in taken]

@@ -142,7 +142,7 @@ def sample(
     """All steps of a run, with their seconds."""
     steps: list[tuple[Batch, float]] = []
     offline = Offline(runner, limits)
-    offline.on_step = lambda batch, forward_s, sample_s: steps.append((batch, forward_s + sample_s))
+    offline.on_step = lambda batch, outputs, forward_s, sample_s: steps.append((batch, forward_s + sample_s))
     outputs = offline.generate(prompts, [workload.greedy(output)] * len(prompts))
     assert all(len(one.tokens) == output for one in outputs)
     return steps

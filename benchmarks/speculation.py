@@ -16,8 +16,9 @@ from statistics import median
 from benchmarks.dialled import VOCABULARY, Dial, pair
 from paceline.batching.scheduler import SchedulerConfig
 from paceline.controller import GroupConfig
+from paceline.core.batch import Batch
 from paceline.core.request import SamplingParams
-from paceline.core.work import NewSequence, SliceWork
+from paceline.core.work import NewSequence, SliceOutput, SliceWork
 from paceline.engine.profiler import profile
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline
@@ -56,32 +57,26 @@ class Pair:
         lookahead: Callable[[], Lookahead] | None = (lambda: self.lookahead) if adaptive else None
         offline = Offline(runner, GroupConfig(scheduler=limits, lookahead=lookahead))
 
-        def step(new, slices, dropped, plain=ModelRunner.step):
-            begin = time.perf_counter()
-            outputs = plain(runner, new, slices, dropped)
-            if slices and all(work.length == 1 + work.num_draft for work in slices):
-                counts["decode_s"] += time.perf_counter() - begin
+        def count(batch: Batch, outputs: list[SliceOutput], forward_s: float, sample_s: float) -> None:
+            if batch.num_decodes == len(outputs):
+                counts["decode_s"] += forward_s + sample_s
                 counts["steps"] += 1
-                counts["tokens"] += sum(len(output.tokens) for output in outputs[0])
+                counts["tokens"] += sum(len(output.tokens) for output in outputs)
                 counts["draft_s"] += runner.draft_s
-            for output in outputs[0]:
+            for output in outputs:
                 counts["drafted"] += output.num_draft
                 counts["accepted"] += output.num_accepted
                 counts["verified"] += output.num_draft > 0
                 counts["tried"] += min(output.num_draft, output.num_accepted + 1)
-            return outputs
 
         prompts = [Random(100 * seed + i).choices(range(300, VOCABULARY), k=PROMPT) for i in range(requests)]
         base = SamplingParams(
             max_tokens=self.output, temperature=1.0, ignore_eos=True, seeded=False, max_draft_tokens=most
         )
-        runner.step = step
-        try:
-            begin = time.perf_counter()
-            results = offline.generate(prompts, [replace(base, seed=1000 * seed + i) for i in range(requests)])
-            counts["seconds"] = time.perf_counter() - begin
-        finally:
-            del runner.step
+        offline.on_step = count
+        begin = time.perf_counter()
+        results = offline.generate(prompts, [replace(base, seed=1000 * seed + i) for i in range(requests)])
+        counts["seconds"] = time.perf_counter() - begin
         gaps = sorted(b - a for one in results for a, b in zip(one.times, one.times[1:], strict=False))
         return counts | {"p99_gap": gaps[int(0.99 * len(gaps))], "output": sum(len(one.tokens) for one in results)}
 

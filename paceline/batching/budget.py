@@ -21,11 +21,11 @@ class Pace:
     FOLLOWS, MOST = 0.2, 1.5  # share of the newest step; the most that it may be off by
 
     def __init__(self, predict: Callable[[StepShape], float]) -> None:
-        self._predict = predict
+        self.predict = predict
         self.factor = 1.0
 
     def seconds(self, shape: StepShape) -> float:
-        return self.factor * self._predict(shape)
+        return self.factor * self.predict(shape)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         ratio = seconds / self.seconds(shape)

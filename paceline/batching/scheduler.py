@@ -164,7 +164,7 @@ class Scheduler:
             table.emits[:count].tobytes(),
             self._num_decodes,
             shape,
-            self.pace.seconds(shape) if self.pace and not drafts else None,  # a drafter may propose less
+            self._predicted(shape, drafts is not None),
             tuple(preempted),
             drafts,
         )
@@ -172,6 +172,14 @@ class Scheduler:
         if self.policy.late:
             self.entering = id
         return batch
+
+    def _predicted(self, shape: StepShape, drafts: bool) -> float | None:
+        """Seconds of the step, if all is drafted that may be."""
+        if self.pace is None or (drafts and self.lookahead is None):
+            return None
+        if drafts and self.lookahead:
+            return self.lookahead.verification(self.pace.predict(shape)) + self._draft_seconds
+        return self.pace.seconds(shape)
 
     # The moves
 

@@ -21,7 +21,9 @@ from rich.table import Table
 
 from paceline.cli.drafting import Drafting
 from paceline.cli.sources import default_name
+from paceline.core.batch import Batch
 from paceline.core.request import SamplingParams
+from paceline.core.work import SliceOutput
 from paceline.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -77,12 +79,12 @@ def profile_drafts(
         raise ValueError(f"text: has {len(tokens)} tokens, fewer than the {PROMPT_TOKENS} of a prompt")
     results: list[DraftResult] = []
     for one in drafters:
-        label = default_name(one.drafter)
+        label = str(one.drafter._replace(path=one.drafter.path and default_name(one.drafter.path)))
         loading = bars.add_task(f"loading {name}, {label}", total=None)
         room = {"max_batch_tokens": 256, "max_batch": 1, "num_blocks": 32}
         runner = ModelRunner.load(
             path,
-            drafter=one.drafter,
+            drafter=str(one.drafter),
             early_exit_layers=one.early_exit_layers,
             progress=lambda done, total, task=loading: bars.update(task, completed=done, total=total),  # type: ignore[misc]
             **room | limits,
@@ -133,26 +135,20 @@ def measure(
 
 def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: float) -> Counts:
     """Continues each text alone, with at most `depth` tokens drafted a step."""
-    from time import perf_counter
-
     from paceline.batching.scheduler import SchedulerConfig
     from paceline.controller import GroupConfig
     from paceline.runtime.offline import Offline
 
     totals, tried, kept = np.zeros(4), np.zeros(DEEPEST, np.int64), np.zeros(DEEPEST, np.int64)
-    plain = runner.step
 
-    def step(new, slices, dropped):  # type: ignore[no-untyped-def]
-        begin = perf_counter()
-        outputs, *seconds = plain(new, slices, dropped)
-        if slices and all(work.length == 1 + work.num_draft for work in slices):
-            some = [output.num_draft for output in outputs]
-            tokens = sum(len(output.tokens) for output in outputs)
-            totals[:] += perf_counter() - begin, runner.draft_s, tokens, sum(some)
-            for output in outputs:
-                kept[: output.num_accepted] += 1
-                tried[: min(output.num_draft, output.num_accepted + 1)] += 1
-        return outputs, *seconds
+    def count(batch: Batch, outputs: list[SliceOutput], forward_s: float, sample_s: float) -> None:
+        if batch.num_decodes < len(outputs):
+            return
+        tokens = sum(len(output.tokens) for output in outputs)
+        totals[:] += forward_s + sample_s, runner.draft_s, tokens, sum(output.num_draft for output in outputs)
+        for output in outputs:
+            kept[: output.num_accepted] += 1
+            tried[: min(output.num_draft, output.num_accepted + 1)] += 1
 
     params = [
         SamplingParams(
@@ -162,11 +158,9 @@ def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: 
         for i in range(len(texts))
     ]  # fmt: skip
     limits = SchedulerConfig(max_batch=1, num_blocks=runner.info.num_blocks, block_size=runner.info.block_size)
-    runner.step = step  # type: ignore[method-assign]
-    try:
-        Offline(runner, GroupConfig(scheduler=limits)).generate(texts, params)
-    finally:
-        runner.step = plain  # type: ignore[method-assign]
+    offline = Offline(runner, GroupConfig(scheduler=limits))
+    offline.on_step = count
+    offline.generate(texts, params)
     seconds, draft_seconds, tokens, drafted = totals.tolist()
     return Counts(seconds, draft_seconds, int(tokens), tried, kept, int(drafted))
 

@@ -7,17 +7,19 @@ from pathlib import Path
 
 from paceline.cli.fleet_file import Speculation
 from paceline.cli.sources import resolve
-from paceline.core.request import DRAFTERS
+from paceline.core.drafter_name import FORMS, DrafterName
 from paceline.engine.config import ModelConfig
 from paceline.latency.profile import Profile
 from paceline.speculation.lookahead import Costs, Lookahead
+
+TRIGRAMS = Costs([0.0], token=1e-4)  # about; what they really take is learnt
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """A fleet file's `speculation`, its source resolved."""
 
-    drafter: str = "ngram"  # or early_exit, or a model's directory
+    drafter: DrafterName = DrafterName("ngram")
     early_exit_layers: int | None = None
     max_draft_tokens: int = 0  # 0: nobody drafts
     adaptive: bool = True  # as many as pay, instead of always the most
@@ -25,23 +27,16 @@ class Drafting:
     @staticmethod
     def of(speculation: Speculation) -> "Drafting":
         """Raises ValueError naming the drafter."""
-        drafter, layers, most = speculation.drafter, speculation.early_exit_layers, speculation.max_draft_tokens
-        if layers is not None and drafter != "early_exit":
+        layers, most = speculation.early_exit_layers, speculation.max_draft_tokens
+        drafter = DrafterName("ngram") if speculation.drafter == "none" else _resolved(speculation.drafter)
+        if layers is not None and drafter.kind != "early_exit":
             raise ValueError("speculation.early_exit_layers: is only allowed with drafter: early_exit")
-        if drafter == "none":
-            return Drafting()
-        if drafter not in DRAFTERS:
-            try:
-                drafter = str(resolve(drafter))
-            except ValueError as error:
-                text = str(error).removeprefix("source: ")
-                raise ValueError(f"speculation.drafter: {text}; or none, {', '.join(DRAFTERS)}") from None
-        return Drafting(drafter, layers, most, speculation.adaptive)
+        return Drafting() if speculation.drafter == "none" else Drafting(drafter, layers, most, speculation.adaptive)
 
     @property
     def model(self) -> Path | None:
         """That drafts, where it is one of its own."""
-        return None if self.drafter in DRAFTERS else Path(self.drafter)
+        return Path(self.drafter.path) if self.drafter.kind == "model" else None
 
     @property
     def chooses(self) -> bool:
@@ -49,12 +44,27 @@ class Drafting:
         return self.adaptive and self.max_draft_tokens > 0
 
 
+def _resolved(text: str) -> DrafterName:
+    """With paths of what is there. Raises ValueError naming the drafter and the valid ones."""
+    try:
+        name = DrafterName.parse(text)
+        if name.kind == "model":
+            return name._replace(path=str(resolve(name.path)))
+        if name.kind == "trigram" and not Path(name.path).is_file():
+            raise ValueError(f"{name.path} is not a text file")
+        return name._replace(path=name.path and str(Path(name.path).absolute()))
+    except ValueError as error:
+        raise ValueError(f"speculation.drafter: {str(error).removeprefix('source: ')}; or none, {FORMS}") from None
+
+
 def lookahead(
     drafting: Drafting, path: Path, quantization: str, target: Profile, draft: Profile | None
 ) -> Callable[[], Lookahead]:
     """Makes what chooses how many tokens to draft for the model in `path`, by its profile and the draft model's."""
     cost = draft and _costs(draft)
-    if drafting.drafter == "early_exit":
+    if drafting.drafter.kind == "trigram":
+        cost = TRIGRAMS
+    if drafting.drafter.kind == "early_exit":
         config = ModelConfig.load(path)
         layers = config.exit_layers(drafting.early_exit_layers)
         part = replace(config, layers=layers, windows=config.windows[:layers])

@@ -24,7 +24,7 @@ class Speculation(BaseModel):
     """Who drafts tokens for the model, and how many a step at most."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    drafter: str = "none"  # none | ngram | early_exit, or the SOURCE of a model
+    drafter: str = "none"  # none, or a `DrafterName`
     max_draft_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     adaptive: bool = True  # as many as pay, by profiles and by what was accepted; else always the most
     early_exit_layers: int | None = Field(default=None, ge=1)  # a quarter of the model's by default

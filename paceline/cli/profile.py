@@ -19,6 +19,7 @@ from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import default_name, resolve
 from paceline.core.batch import StepShape
+from paceline.core.drafter_name import FORMS
 from paceline.core.model_spec import ModelSpec
 from paceline.latency.profile import Profile
 
@@ -35,7 +36,7 @@ def profile(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="builtin:NAME, a directory or a hub id.")],
     drafts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[DRAFT ...]", help="With --speculation: ngram, early_exit or a model's source."),
+        typer.Argument(metavar="[DRAFT ...]", help=f"With --speculation: {FORMS}."),
     ] = None,
     token_budget: Annotated[int, typer.Option(min=2, help="The widest step to measure, in tokens.")] = MAX_TOKENS,
     max_batch: Annotated[int, typer.Option(min=1, help="The most decodes of a step.")] = 256,

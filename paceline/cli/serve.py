@@ -140,7 +140,7 @@ def find_models(
         goals = SLO(ttft=entry.slo.ttft, tbt=entry.slo.tbt)
         model = Model(name, path, Tokenizer.load(path), entry.quantization, goals)
         model = replace(model, drafting=Drafting.of(entry.speculation))
-        if model.drafting.drafter == "early_exit":
+        if model.drafting.drafter.kind == "early_exit":
             ModelConfig.load(path).exit_layers(model.drafting.early_exit_layers)  # refused before anything is measured
         models.append(model)
     twice = [m.name for m in models if [n.name for n in models].count(m.name) > 1]
@@ -181,7 +181,7 @@ def worker_config(model: Model, limits: dict[str, int | None]) -> WorkerConfig:
     options = WorkerOptions(
         str(model.path),
         quantization=model.quantization,
-        drafter=drafting.drafter,
+        drafter=str(drafting.drafter),
         early_exit_layers=drafting.early_exit_layers,
         **limits,
     )

@@ -26,7 +26,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     context: int | None = None
     threads: int | None = None
     quantization: str = "none"
-    drafter: str = "ngram"  # or early_exit, or a model's directory; of requests that are to have drafts
+    drafter: str = "ngram"  # `DrafterName`; of requests that are to have drafts
     early_exit_layers: int | None = None
 
     def command(self, num_blocks: int | None) -> list[str]:

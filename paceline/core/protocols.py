@@ -45,6 +45,10 @@ class Lookahead(Protocol):
         """
         ...
 
+    def verification(self, seconds: float) -> float:
+        """Of a step with drafts, without drafting: what it should take where the profile says so many seconds."""
+        ...
+
     def forget(self, slot: int) -> None:
         """Another sequence has the slot now."""
         ...

@@ -15,7 +15,6 @@ class SLO:
 
 NO_SLO = SLO()
 MAX_DRAFT_TOKENS = 16  # a step, of a sequence
-DRAFTERS = ("ngram", "early_exit")  # by name; others are models
 
 
 @dataclass(frozen=True, slots=True)

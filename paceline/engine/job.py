@@ -1,7 +1,9 @@
 """What the engine remembers of a sequence, and one slice of a step on its way to an output."""
 
 from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -9,6 +11,8 @@ from paceline.core.request import SamplingParams
 from paceline.core.work import SliceOutput, SliceWork, TokenLogprobs
 from paceline.engine.attention import SliceSpan
 from paceline.engine.sampler import SamplingState
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -48,6 +52,11 @@ class Job:
         return self.work.start + self.work.length - self.work.num_draft
 
     @property
+    def undrafted(self) -> bool:
+        """Whether tokens are to be drafted for it, and none are."""
+        return self.work.num_draft > 0 and not self.draft
+
+    @property
     def coupled(self) -> bool:
         """Whether its tokens must be those without drafts: ordinary sampling judges the draft."""
         return self.sequence.state.greedy or self.sequence.params.seeded
@@ -68,3 +77,17 @@ class Job:
         same = place < len(self.draft) and token == self.draft[place]
         self.accepted += same
         return same and token not in sequence.stops
+
+
+def in_parts(items: Sequence[T], most: int, rows: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items of at most so many rows together, or one."""
+    part: list[T] = []
+    count = 0
+    for item in items:
+        count += rows(item)
+        if part and count > most:
+            yield part
+            part, count = [], rows(item)
+        part.append(item)
+    if part:
+        yield part

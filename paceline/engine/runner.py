@@ -7,7 +7,6 @@ A fault that belongs to one sequence is that sequence's answer; the others of th
 import ctypes
 import sys
 from array import array
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from time import perf_counter
@@ -16,22 +15,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.request import DRAFTERS
+from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import attention, sampler
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig, ModelError
-from paceline.engine.drafters import KEPT_ROWS, Drafter, DraftModel, EarlyExit, PromptLookup
+from paceline.engine.draft_models import DecoderModel, DraftModel
+from paceline.engine.drafters import KEPT_ROWS, Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel
 from paceline.engine.grammar import Grammars
-from paceline.engine.job import EngineSequence, Job
+from paceline.engine.job import EngineSequence, Job, in_parts
 from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
 from paceline.engine.kv_cache import KVCache, MemoryPlan, pool_blocks, resident_bytes
 from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.sampler import SamplingState
+from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.vocabulary import shared_vocabulary
 from paceline.engine.weights import Checkpoint
-from paceline.speculation import rejection
+from paceline.speculation import ngram, rejection
+from paceline.speculation.trigram import Trigrams
 
 # Bytes that steps leave behind: oneDNN's compiled kernels, one per layer shape and row count, and what the allocator
 # keeps. Measured 58 and 66 MiB after steps of seven sizes with the shapes of Llama 3.2 1B and Qwen 2.5 0.5B.
@@ -79,18 +81,19 @@ class ModelRunner:
 
         `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool;
         `context` the most tokens of a sequence, None what the model and the pool can hold; `quantization` is one of
-        `linear.QUANTIZATIONS`. `drafter` is "ngram", "early_exit" (behind `early_exit_layers`, None: a quarter of them)
-        or the directory of a model that drafts; its memory is planned with the rest. Raises ModelError.
+        `linear.QUANTIZATIONS`. `drafter` is a `DrafterName`; a model's path is its directory, and its memory is planned
+        with the rest; early exit is behind `early_exit_layers`, None: a quarter of them. Raises ModelError.
         """
         if quantization not in QUANTIZATIONS:
             raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
-        paths = [Path(path)] if drafter in DRAFTERS else [Path(path), Path(drafter)]
+        drafts = DrafterName.parse(drafter)
+        paths = [Path(path), Path(drafts.path)] if drafts.kind == "model" else [Path(path)]
         configs = [ModelConfig.load(path) for path in paths]
         config = configs[0]
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
         limited, context = context is not None, context or config.max_context
-        exit_layers = config.exit_layers(early_exit_layers) if drafter == "early_exit" else 0
+        exit_layers = config.exit_layers(early_exit_layers) if drafts.kind == "early_exit" else 0
         checkpoints = [Checkpoint(path) for path in paths]
         vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
         if threads is not None:
@@ -98,10 +101,11 @@ class ModelRunner:
         for one in configs:
             _warm_up(one, block_size, device)
         file = paths[0] / "tokenizer.json"
+        table = _trigrams(Path(drafts.path), paths[0], config.vocab_size) if drafts.kind == "trigram" else None
         grammars = Grammars(file if file.is_file() else None, config.vocab_size, config.eos_ids)
         baseline = resident_bytes() if device == "cpu" else 0
         activations = max(activation_bytes(one, max_batch_tokens, context) for one in configs)
-        if drafter != "ngram":
+        if drafts.kind != "ngram":
             # distributions kept, and what a verdict makes of those of target and draft
             activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
         weights = sum(one.weight_bytes(quantization) for one in configs)
@@ -126,13 +130,16 @@ class ModelRunner:
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
         runner = ModelRunner(decoders[0], caches[0], info, grammars, device)
-        if drafter == "early_exit":
-            first = decoders[0].first(exit_layers), caches[0].first(exit_layers)
-            runner.drafter = EarlyExit(*first, runner._progress, LOGIT_ROWS)
+        if drafts.kind == "early_exit":
+            model = DecoderModel(decoders[0].first(exit_layers), caches[0].first(exit_layers), runner._progress)
+            runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose)
+        elif table is not None:
+            runner.drafter = TokenByToken(TrigramModel(table, device), LOGIT_ROWS)
         elif len(paths) > 1:
-            runner.drafter = DraftModel(
-                decoders[1], caches[1], runner._progress, LOGIT_ROWS, max_batch_tokens, vocabulary
-            )
+            model = DecoderModel(decoders[1], caches[1], runner._progress, vocabulary)
+            runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose)
+        if drafts.lookup:
+            runner.drafter = InTurn(PromptLookup(), runner.drafter)
         return runner
 
     @torch.inference_mode()
@@ -267,7 +274,7 @@ class ModelRunner:
         tokens before it, and the next one counts as long as the token is the one drafted: what is emitted is the same.
         """
         seconds = 0.0
-        for some in _in_parts(jobs):
+        for some in in_parts(jobs, LOGIT_ROWS, lambda job: 1 + len(job.draft)):
             started, rows = perf_counter(), []
             for job in some:
                 job.first_row, end = len(rows), job.begin + job.span.length
@@ -346,18 +353,13 @@ class ModelRunner:
         return going
 
 
-def _in_parts(jobs: list[Job]) -> Iterator[list[Job]]:
-    """Jobs with at most LOGIT_ROWS rows of logits, or one."""
-    part: list[Job] = []
-    rows = 0
-    for job in jobs:
-        rows += 1 + len(job.draft)
-        if part and rows > LOGIT_ROWS:
-            yield part
-            part, rows = [], 1 + len(job.draft)
-        part.append(job)
-    if part:
-        yield part
+def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:
+    """Of a text file, in the tokens of the model in `path`. Raises ModelError."""
+    try:
+        tokens = Tokenizer.load(path).encode(text.read_text(encoding="utf-8"), add_special_tokens=False)
+        return Trigrams(np.array([token for token in tokens if token < vocabulary], np.int64), vocabulary)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"drafter: trigram:{text}: {error}") from error
 
 
 def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:

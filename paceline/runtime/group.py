@@ -261,19 +261,21 @@ class WorkerGroup:
     def _report(self, flight: Flight, received: float) -> None:
         assert self.driver is not None
         scheduler = self.driver.controller.groups[self.index].scheduler
+        batch, result = flight.batch, flight.result
+        as_asked = bytes(batch.drafts or ()) == result.drafted  # a drafter may propose less, which takes less
         self._on_step(
             StepRecord(
                 group=self.index,
                 time=time.monotonic(),
-                tokens=flight.batch.num_tokens,
-                sequences=len(flight.batch.requests),
+                tokens=batch.num_tokens,
+                sequences=len(batch.requests),
                 cached_tokens=scheduler.cached_tokens - self._cached_tokens,
                 forward_s=flight.forward_s,
                 sample_s=flight.sample_s,
                 schedule_s=self.driver.turn_s,
                 messages_s=received - flight.sent - flight.forward_s - flight.sample_s,
                 output_s=flight.output_s,
-                predicted_s=flight.batch.predicted,
+                predicted_s=batch.predicted if as_asked else None,
                 draft_s=flight.draft_s,
                 drafts=flight.drafts,
             )

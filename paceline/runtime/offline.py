@@ -39,13 +39,17 @@ class Output:
         self.error = reason
 
 
+OnStep = Callable[[Batch, list[SliceOutput], float, float], None]
+
+
 class Offline:
     """An engine and its running sequences."""
 
     def __init__(self, engine: Engine, config: GroupConfig, eos_ids: Sequence[int] = ()) -> None:
         self.engine, self.eos_ids = engine, eos_ids
         self.controller = Controller([config])
-        self.on_step: Callable[[Batch, float, float], None] = lambda batch, forward_s, sample_s: None
+        # a batch, what its slices yielded, and seconds of forward pass and of sampling
+        self.on_step: OnStep = lambda batch, outputs, forward_s, sample_s: None
         self._block_size = config.scheduler.block_size
         self._running: dict[str, RunningSequence] = {}
         self._dropped: list[int] = []
@@ -115,5 +119,5 @@ class Offline:
             if finish or output.error:
                 self._dropped.append(self._running.pop(seq.id).handle)
             seq.report(result, index, output, finish)
-        self.on_step(batch, forward_s, sample_s)
+        self.on_step(batch, got, forward_s, sample_s)
         return [Complete(0, batch.id, result)]

@@ -27,8 +27,8 @@ from paceline.core.request import COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_T
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
 _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
-GUESS = 0.7  # acceptance of a drafter that nobody has tried
-WEIGHT = 4.0  # of what is believed beforehand, in tries
+GUESS = 0.9  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
+WEIGHT = 8.0  # of what is believed beforehand, in tries
 FOLLOWS, SLOWLY = 0.1, 0.05  # shares of the newest step in what is known of times
 MOST = 2.0  # that it may be off by
 FORGETS = 0.998  # of what is known of times with drafts, as an exponent, with every step without any
@@ -85,6 +85,10 @@ class Lookahead:
         """A step is done: each slot (-1: none) drafted so many tokens, and yielded so many in all."""
         self._grow(1 + int(slots.max(initial=-1)))
         _observe(slots, drafted, emitted, self.counts, self.group)
+
+    def verification(self, seconds: float) -> float:
+        """Of a step with drafts, without drafting: what it should take where the profile says so many seconds."""
+        return seconds * self.pace * self.verifying
 
     def _grow(self, slots: int) -> None:
         if (more := slots - len(self.counts)) > 0:

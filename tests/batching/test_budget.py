@@ -12,6 +12,7 @@ from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Complete, Submit
 from paceline.core.request import Request
 from paceline.simulator.driver import replay
+from paceline.speculation.lookahead import Costs, Lookahead
 
 NOBODY = StepShape()
 
@@ -145,6 +146,34 @@ def test_steps_keep_the_goal_on_a_machine_that_became_slow():
             assert batch.predicted == pytest.approx(slowness * seconds(batch.shape), rel=0.01)
             assert 0.07 < slowness * seconds(batch.shape) < 0.1001
     assert run(1.8)[50].num_tokens < run(1.0)[50].num_tokens < run(0.7)[50].num_tokens
+
+
+def test_steps_with_drafts_are_predicted_too():
+    costs = Costs([seconds(NOBODY.add(0, n, True)) for n in range(600)]), Costs([0.001] * 600)
+    lookahead = Lookahead(*costs)
+    config = GroupConfig(scheduler=SchedulerConfig(), predict=seconds, lookahead=lambda: lookahead)
+    controller = Controller([config])
+    inputs = [Submit(Request("a", 4, 400, max_draft_tokens=4))]
+    for turn in range(200):
+        _, (batch,) = controller.turn(inputs, float(turn))
+        drafted = batch.drafts[0] if batch.drafts else 0
+        plain = seconds(batch.shape) * (1.3 if drafted else 1.0)  # verdicts take a while
+        result = StepResult(
+            bytearray([1 + drafted]), seconds=plain + 0.002 * drafted, draft_seconds=0.002 * drafted,
+            drafted=bytearray([drafted]),
+        )  # fmt: skip
+        if turn == 0:
+            assert batch.predicted == seconds(batch.shape)
+        if turn > 60:
+            assert drafted and batch.predicted == pytest.approx(result.seconds, rel=0.1)
+        inputs = [Complete(0, batch.id, result)]
+        if batch.sequences[0].known > 390:
+            break
+    assert turn > 60
+    fixed = Controller([GroupConfig(scheduler=SchedulerConfig(), predict=seconds)])  # nobody knows what drafts take
+    _, (batch,) = fixed.turn([Submit(Request("a", 4, 40, max_draft_tokens=4))], 0.0)
+    _, (batch,) = fixed.turn([Complete(0, batch.id, StepResult(bytearray([1])))], 1.0)
+    assert batch.drafts and batch.predicted is None
 
 
 def test_a_run_with_a_pace_is_replayed_from_its_log():

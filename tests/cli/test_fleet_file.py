@@ -100,13 +100,15 @@ def test_names_must_fit_the_models():
         ("drafter: ngram, max_draft_tokens: 6", "ngram", 6),
         ("drafter: early_exit, early_exit_layers: 2", "early_exit", 4),
         ("drafter: builtin:coder-draft", str(BUILTIN / "coder-draft"), 4),
+        ("drafter: ngram+builtin:coder-draft", f"ngram+{BUILTIN / 'coder-draft'}", 4),
+        (f"drafter: 'trigram:{__file__}'", f"trigram:{__file__}", 4),
         ("drafter: none, max_draft_tokens: 6", "ngram", 0),
     ],
 )
 def test_speculation_is_a_key_of_a_model(tmp_path, speculation, drafter, draft):
     text = GOOD.replace("builtin:coder}", f"'builtin:coder', speculation: {{{speculation}}}}}", 1)
     models = find_models([str(write(tmp_path, text))], [])
-    assert [(m.drafting.drafter, m.drafting.max_draft_tokens) for m in models] == [(drafter, draft), ("ngram", 0)]
+    assert [(str(m.drafting.drafter), m.drafting.max_draft_tokens) for m in models] == [(drafter, draft), ("ngram", 0)]
 
 
 def test_layers_to_exit_behind_are_some_of_the_models(tmp_path):
@@ -126,3 +128,5 @@ def test_a_drafter_that_is_nowhere_is_named(tmp_path):
     text = GOOD.replace("builtin:coder}", "'builtin:coder', speculation: {drafter: builtin:codr}}", 1)
     with pytest.raises(ValueError, match=r"speculation.drafter: no model 'builtin:codr'.*ngram, early_exit"):
         find_models([str(write(tmp_path, text))], [])
+    with pytest.raises(ValueError, match=r"speculation.drafter: /no/text is not a text file; or none, ngram"):
+        find_models([str(write(tmp_path, text.replace("builtin:codr", "'trigram:/no/text'")))], [])

@@ -153,7 +153,10 @@ def cached_for(path: Path, profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "cost"), [("ngram", 0.0), ("early_exit", 0.4), ("builtin:coder-draft", 0.1)]
+    ("drafter", "cost"), [
+        ("ngram", 0.0), ("early_exit", 0.4), ("builtin:coder-draft", 0.1), ("ngram+builtin:coder-draft", 0.1),
+        (f"trigram:{__file__}", 0.1),
+    ],
 )  # share of a step of the target
 def test_what_drafts_cost_is_known_from_profiles(tmp_path, drafter, cost):
     fleet = tmp_path / "fleet.yaml"

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.core.request import SamplingParams
@@ -38,6 +39,7 @@ def tiny(path: Path, vocabulary: int, seed: int, layers: int = 2) -> LlamaForCau
 def words(path: Path, tokens: str) -> Path:
     """Gives a checkpoint a tokenizer of one-letter words."""
     backend = Backend(WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    backend.pre_tokenizer = Whitespace()
     backend.save(str(path / "tokenizer.json"))
     return path
 
@@ -64,7 +66,7 @@ def drafted_law(model: LlamaForCausalLM, prompt: Sequence[int], params: Sampling
     return found
 
 
-DRAFTED = slice(1, 4)  # of an output of at least 8 tokens, so that four of them can be drafted together
+DRAFTED = slice(1, 4)
 
 
 def probabilities(

@@ -14,12 +14,13 @@ from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
 from paceline.engine.config import ModelError
-from paceline.engine.drafters import DraftModel
+from paceline.engine.draft_models import DraftModel
+from paceline.engine.drafters import InTurn, TokenByToken
 from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.vocabulary import SharedVocabulary
 from paceline.runtime.offline import Offline
-from paceline.speculation import rejection
+from paceline.speculation import ngram, rejection
 from paceline.speculation.lookahead import Costs, Lookahead
 from tests.engine import law
 from tests.engine.schedules import forced, off_and_on
@@ -62,22 +63,17 @@ def generate(
 ) -> Generated:  # fmt: skip
     limits = SchedulerConfig(token_budget=budget, max_batch=16, num_blocks=runner.info.num_blocks)
     offline = Offline(runner, GroupConfig(scheduler=limits, lookahead=lookahead))
-    result, step = Generated(), runner.step
+    result = Generated()
 
-    def counting(new, slices, dropped):
-        outputs, *seconds = step(new, slices, dropped)
+    def count(batch, outputs, *_):
         result.drafted += sum(output.num_draft for output in outputs)
         result.accepted += sum(output.num_accepted for output in outputs)
-        result.lengths += [work.num_draft for work in slices if work.emits]
-        return outputs, *seconds
+        result.lengths += (batch.drafts or [0] * batch.num_decodes)[: batch.num_decodes]
 
+    offline.on_step = count
     if policy:
         offline.controller.groups[0].scheduler.policy = policy
-    runner.step = counting
-    try:
-        result += [output.tokens for output in offline.generate(prompts, params)]
-    finally:
-        del runner.step
+    result += [output.tokens for output in offline.generate(prompts, params)]
     return result
 
 
@@ -86,9 +82,13 @@ def alone(prompts: list[list[int]]) -> Generated:
     return generate(load("ngram"), prompts, params())
 
 
-@pytest.fixture(scope="module", params=["coder-draft", "early_exit"])
+TEXT = str(BUILTIN.parent / "controller.py")
+DRAFTERS = [str(BUILTIN / "coder-draft"), "early_exit", f"trigram:{TEXT}", f"ngram+{BUILTIN / 'coder-draft'}"]
+
+
+@pytest.fixture(scope="module", params=DRAFTERS, ids=["model", "early_exit", "trigram", "ngram+model"])
 def drafting(request: pytest.FixtureRequest) -> ModelRunner:
-    return load(request.param if request.param == "early_exit" else str(BUILTIN / request.param))
+    return load(request.param)
 
 
 SCHEDULES: dict[str, Callable[[], dict]] = {
@@ -148,14 +148,52 @@ def test_few_distributions_are_kept(prompts, monkeypatch):
 
 
 def test_a_drafter_that_fails_leaves_the_target_alone(drafting, prompts, alone, monkeypatch, capsys):
-    monkeypatch.setattr(type(drafting.drafter), "_forward", lambda *_: 1 / 0)
+    last = getattr(drafting.drafter, "drafters", [drafting.drafter])[-1]
+    monkeypatch.setattr(last.model, "forward", lambda *_: 1 / 0)
     got = generate(drafting, prompts, params(max_draft_tokens=4))
-    assert got == alone and got.drafted == 0 and "ZeroDivisionError" in capsys.readouterr().err
+    assert got == alone and "ZeroDivisionError" in capsys.readouterr().err
+    assert got.drafted == 0 or isinstance(drafting.drafter, InTurn)  # n-grams drafted where there were some
+
+
+GUESSES: dict[str, Callable[[object, int], list[int]]] = {
+    "none": lambda tokens, most: [],
+    "wrong": lambda tokens, most: [1990] * most,
+    "wrong and right": lambda tokens, most: [*ngram.propose(tokens, most, shortest=1)[: most - 1], 7],
+}
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_guesses_save_passes_and_change_no_draft(prompts, name, seeded, monkeypatch):
+    """Not even where drafts are drawn at random: their noise is fixed by their places."""
+    runner = load(str(BUILTIN / "coder-draft"))
+    found, passes = {}, {}
+    for guess in ("none", "wrong", "wrong and right", "n-grams"):
+        runner.drafter.guess, forward, count = GUESSES.get(guess, ngram.propose), runner.drafter.model.forward, []
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.drafter.model, "forward", lambda parts: (count.append(1), forward(parts))[1])  # noqa: B023
+            got = generate(runner, prompts, params(seeded, max_draft_tokens=6), **SCHEDULES[name]())
+        found[guess], passes[guess] = (list(got), got.drafted, got.accepted), len(count)
+    assert len({repr(one) for one in found.values()}) == 1 and found["none"][2] > 0
+    assert passes["n-grams"] <= passes["none"] == passes["wrong"]
+
+
+def test_a_model_that_guesses_for_itself_drafts_in_one_pass(prompts, alone):
+    """The second level is always right, so all that it guessed is kept, and followed."""
+    runner = load(str(CODER))
+    greedy = {tuple(p + a)[: len(p) + n]: a[n:] for p, a in zip(prompts, alone, strict=True) for n in range(OUTPUT)}
+    runner.drafter.guess = lambda tokens, most: greedy.get(tuple(tokens.tolist()), [])[:most]
+    widths, forward = [], runner.drafter.model.forward
+    runner.drafter.model.forward = lambda parts: (widths.append(sum(p.length for p in parts)), forward(parts))[1]
+    got = generate(runner, prompts, params(max_draft_tokens=5))
+    assert got == alone and got.accepted == got.drafted > 100
+    steps = OUTPUT // 6 + 8  # and the prompts'
+    assert len(widths) <= 2 * steps  # a pass guesses all but the last token, so none follows it
 
 
 def test_a_draft_model_without_a_distribution_drafts_nothing(prompts, alone):
     runner = load(str(BUILTIN / "coder-draft"))
-    runner.drafter.decoder.norm.weight.fill_(float("nan"))
+    runner.drafter.model.decoder.norm.weight.fill_(float("nan"))
     got = generate(runner, prompts, params(max_draft_tokens=4))
     assert got == alone and got.drafted == 0
 
@@ -173,7 +211,8 @@ def test_early_exit_needs_layers_to_leave_out():
     runner = ModelRunner.load(
         CODER, max_batch_tokens=64, max_batch=4, num_blocks=8, drafter="early_exit", early_exit_layers=3
     )
-    assert not isinstance(runner.drafter, DraftModel) and runner.drafter.decoder.config.layers == 3
+    assert isinstance(runner.drafter, TokenByToken) and not isinstance(runner.drafter, DraftModel)
+    assert runner.drafter.model.decoder.config.layers == 3
 
 
 # Of the law
@@ -224,7 +263,7 @@ def surprise(tiny: tuple[Path, Path, object], draft: int, by_block: bool, **chan
     path, draft_path, model = tiny
     runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=48, num_blocks=512, drafter=str(draft_path))
     runner.by_block = by_block
-    base = SamplingParams(max_tokens=8, seeded=False, max_draft_tokens=draft, **changes)
+    base = SamplingParams(max_tokens=8, max_draft_tokens=draft, **{"seeded": False} | changes)
     chosen = [replace(base, seed=1000 + i) for i in range(samples)]
     limits = SchedulerConfig(token_budget=512, max_batch=48, num_blocks=512)
     offline = Offline(runner, GroupConfig(scheduler=limits))
@@ -244,6 +283,25 @@ def test_the_law_test_can_fail(tiny):
 
     assert abs(law.surprise(draw(weights), expected)) < 3.7
     assert law.surprise(draw(weights**0.9), expected) > 3.7
+
+
+# Of trigrams
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
+def test_a_trigram_table_changes_no_law(tiny, tmp_path, seeded):
+    path, _, model = tiny
+    path, text = law.words(shutil.copytree(path, tmp_path / "target"), "abcdef"), tmp_path / "text"
+    text.write_text("b f c e d a f f c b e d " * 2)
+    assert abs(surprise((path, f"trigram:{text}", model), 3, True, seeded=seeded)) < 3.7
+
+
+def test_a_text_that_is_no_table_is_refused(tiny, tmp_path):
+    path, text = law.words(shutil.copytree(tiny[0], tmp_path / "target"), "abcdef"), tmp_path / "text"
+    for content, words in ((b"a b", "3 tokens or more"), (b"\xff\xff", "utf-8")):
+        text.write_bytes(content)
+        with pytest.raises(ModelError, match=f"drafter: trigram:.*{words}"):
+            load(f"trigram:{text}", path)
 
 
 # Of vocabularies that differ
@@ -280,7 +338,7 @@ def test_another_vocabulary_changes_no_law(tiny, tmp_path, seeded):
     path = law.words(shutil.copytree(path, tmp_path / "target"), "abcdef")
     draft_path = law.words(shutil.copytree(draft_path, tmp_path / "draft"), "dxcayb")
     runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=48, num_blocks=512, drafter=str(draft_path))
-    assert runner.drafter.vocabulary.num_shared == 4
+    assert runner.drafter.model.vocabulary.num_shared == 4
     base = SamplingParams(max_tokens=8, seeded=seeded, max_draft_tokens=3)
     chosen, prompt = [replace(base, seed=i) for i in range(5000)], [1, 5, 2]
     limits = SchedulerConfig(token_budget=512, max_batch=48, num_blocks=512)

@@ -48,7 +48,7 @@ def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS, policy=None)
     if policy:
         offline.controller.groups[0].scheduler.policy = policy
     preempted = []
-    offline.on_step = lambda batch, forward_s, sample_s: preempted.extend(batch.preempted)
+    offline.on_step = lambda batch, outputs, forward_s, sample_s: preempted.extend(batch.preempted)
     return [output.tokens for output in offline.generate(prompts, params)], len(preempted)
 
 
@@ -108,7 +108,7 @@ def test_steps_yield_several_tokens(runner, prompts, reference):
     steps = []
     for one, params, tokens in zip(prompts, chosen, alone, strict=True):
         offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(num_blocks=NUM_BLOCKS)))
-        offline.on_step = lambda batch, forward_s, sample_s: steps.append(batch.num_tokens)
+        offline.on_step = lambda batch, outputs, forward_s, sample_s: steps.append(batch.num_tokens)
         text = [*one, *tokens, *one]  # what came once may come again
         (output,) = offline.generate([text], [replace(params, max_draft_tokens=6)])
         assert len(output.tokens) == OUTPUT

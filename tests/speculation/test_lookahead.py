@@ -150,7 +150,7 @@ def test_a_machine_that_was_slow_for_a_while_does_not_end_drafts():
 
 
 def test_a_new_sequence_does_not_inherit_its_slots_past():
-    lookahead = Lookahead(rising(1.0, 0.03), Costs([0.1] * 600))
+    lookahead = Lookahead(rising(1.0, 0.06), Costs([0.1] * 600))
     numbers, drafts, slots = sequences(2)
     lookahead.choose(numbers, drafts, slots, 0, 512)
     for _ in range(30):

@@ -1,0 +1,110 @@
+"""Decoders that draft: the target's own first layers, or a model beside the target.
+
+A draft model is an ordinary model. Its keys and values are in a pool of its own, in the blocks that the target has for
+the same tokens, so one admission, one prefix cache and one preemption serve both. It follows prompts chunk by chunk, in
+the steps in which the target computes them, as one hybrid batch. A round is "process what is known and not followed
+yet, then a decode for every further token": this rule alone covers what a round before refused, a draft that was
+accepted whole (its last token was never processed), steps without drafts, preemption and prefixes found in the cache.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engine.attention import SliceSpan, plan_step
+from paceline.engine.drafters import Guess, Part, TokenByToken
+from paceline.engine.job import Job
+from paceline.engine.kv_cache import KVCache
+from paceline.engine.model import Decoder
+from paceline.engine.vocabulary import SharedVocabulary
+
+
+class DecoderModel:
+    """A decoder and its cache, in the target's blocks.
+
+    The first layers of the target are one, over the first layers of the target's cache: what they write there is what
+    the target will write in the same step.
+    """
+
+    def __init__(
+        self, decoder: Decoder, cache: KVCache, progress: np.ndarray, vocabulary: SharedVocabulary | None = None
+    ) -> None:
+        """`progress[0]` counts layers; `vocabulary`: None where it is the target's."""
+        self.decoder, self.cache, self.progress = decoder, cache, progress
+        self.vocabulary = vocabulary and vocabulary.to(decoder.device)
+        self.max_context = decoder.config.max_context
+
+    def forward(self, parts: Seq[Part]) -> Tensor:
+        decoder, size = self.decoder, self.cache.block_size
+        ids = torch.tensor([token for part in parts for token in part.tokens], device=decoder.device)
+        if self.vocabulary is not None:
+            ids = self.vocabulary.to_draft[ids]
+        spans = [SliceSpan(part.start, part.length, part.job.sequence.blocks, bool(part.guess)) for part in parts]
+        return decoder.forward(ids, plan_step(spans, decoder.config, size, decoder.device), self.cache, self.progress)
+
+    def logits(self, rows: Tensor) -> Tensor:
+        logits = self.decoder.logits(rows)
+        return logits if self.vocabulary is None else self.vocabulary.to_target(logits)
+
+
+class DraftModel(TokenByToken):
+    """A decoder with a cache of its own, which has to follow what it is to draft for."""
+
+    def __init__(self, model: DecoderModel, logit_rows: int, max_tokens: int, guess: Guess | None = None) -> None:
+        """`max_tokens`: of a pass."""
+        super().__init__(model, logit_rows, guess)
+        self.max_tokens, self.block_size = max_tokens, model.cache.block_size
+        self.filled = np.zeros(model.cache.num_blocks, bool)  # blocks whose tokens are all followed
+
+    def _first(self, jobs: Seq[Job]) -> list[Part]:
+        """What is known and not followed of the sequences that are drafted for, and of prompts that may be later.
+
+        As much as one pass takes; sequences further behind catch up in several steps.
+        """
+        parts, room = [], self.max_tokens
+        for job in jobs:
+            self._note_blocks(job)
+            sequence = job.sequence
+            begin = sequence.num_followed = min(sequence.num_followed, job.work.start)
+            follows = job.undrafted or job.end - job.work.start > 1
+            if not follows or sequence.params.max_draft_tokens == 0 or not self._within_context(job.end):
+                continue
+            length = min(job.end - begin, room)
+            guess = self._guesses(job, room - length) if job.undrafted and length == job.end - begin else []
+            if length:
+                parts.append(Part(job, begin, length + len(guess), guess))
+            room -= length + len(guess)
+        return parts
+
+    def _ready(self, parts: list[Part]) -> Iterator[tuple[Part, int]]:
+        for part in parts:
+            part.job.sequence.num_followed = part.start + part.length - len(part.guess)
+        return (at for at in super()._ready(parts) if _caught_up(at[0].job))
+
+    def _note_blocks(self, job: Job) -> None:
+        """Blocks new to the sequence: behind `start` they will be written to; before it they were found in the cache,
+        where the draft model may have followed whoever filled them, or not."""
+        work, sequence = job.work, job.sequence
+        found = work.start // self.block_size if work.first_block == 0 else 0
+        self.filled[work.blocks[found:]] = False
+        if work.first_block == 0:
+            known = self.filled[work.blocks[:found]]
+            sequence.num_filled = int(known.argmin()) if not known.all() else found
+            sequence.num_followed = sequence.num_filled * self.block_size
+
+    def settle(self, jobs: Seq[Job]) -> None:
+        for job in jobs:
+            sequence = job.sequence
+            # of what was followed that which stayed: all known tokens but the last one, which nothing has computed
+            sequence.num_followed = min(sequence.num_followed, len(sequence.tokens) - 1)
+            filled = sequence.num_followed // self.block_size
+            if filled > sequence.num_filled:
+                self.filled[sequence.blocks[sequence.num_filled : filled]] = True
+                sequence.num_filled = filled
+
+
+def _caught_up(job: Job) -> bool:
+    return job.sequence.num_followed == job.end + len(job.draft)
