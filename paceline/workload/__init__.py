@@ -1,0 +1,1 @@
+"""When requests come and how long they are: arrival processes, lengths, trace files."""
