@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Parallel:
     """Shape of a group: `pipeline` stages of `tensor` devices each."""
 
@@ -14,13 +14,17 @@ class Parallel:
     def devices(self) -> int:
         return self.pipeline * self.tensor
 
+    def __str__(self) -> str:
+        return f"({self.pipeline},{self.tensor})"
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Identical devices with `memory` bytes each."""
+    """Identical devices with `memory` bytes each; those of a node are next to each other."""
 
     devices: int = 1
     memory: int = 0
+    devices_per_node: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +41,21 @@ class Placement:
     """A canonical, comparable assignment of models to groups."""
 
     groups: tuple[Group, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a device that is used twice, or a shape of another size than its group."""
+        used: set[int] = set()
+        for index, group in enumerate(self.groups):
+            if len(group.devices) != group.parallel.devices:
+                raise ValueError(
+                    f"groups.{index}.parallel: {group.parallel} needs {group.parallel.devices} devices, "
+                    f"the group has {len(group.devices)}"
+                )
+            twice = used & set(group.devices) or {d for d in group.devices if group.devices.count(d) > 1}
+            if twice:
+                raise ValueError(f"groups.{index}.devices: device {min(twice)} is used twice")
+            used |= set(group.devices)
+
+    def hosts(self, model: str) -> tuple[int, ...]:
+        """The groups that have the model."""
+        return tuple(index for index, group in enumerate(self.groups) if model in group.models)

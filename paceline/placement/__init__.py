@@ -1,0 +1,1 @@
+"""Which models run where, split how, replicated how often (AlpaServe, OSDI'23)."""

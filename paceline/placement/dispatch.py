@@ -1,0 +1,121 @@
+"""Which group takes a request, and whether it is taken at all: one-shot requests through pipelines of stages.
+
+A group runs its requests first come, first served: stage k of the next one begins when the stage before is done with
+it and stage k is free. So when a request would be finished is known the moment it arrives, and it is rejected at once
+where that is beyond its goal (AlpaServe, section 4.3). These functions are the decisions of the live system and of its
+simulation alike, and compiled: a planner asks them a million times a second.
+
+Three rules choose among the groups that have the model, the lowest of equals: the one whose last stage frees first
+(AlpaServe's code), the one that would finish the request first, the one with the fewest requests in flight.
+"""
+
+import numpy as np
+from numba import njit
+
+LAST_STAGE, FINISH, IN_FLIGHT = 0, 1, 2
+RULES = {"last_stage": LAST_STAGE, "finish": FINISH, "in_flight": IN_FLIGHT}
+
+
+@njit(cache=True, inline="always")
+def passed(clocks, latency, stages, now):  # type: ignore[no-untyped-def]
+    """When a request that enters now has passed all stages: clocks, latency [stages]."""
+    time = now
+    for k in range(stages):
+        time = max(time, clocks[k]) + latency[k]
+    return time
+
+
+@njit(cache=True, inline="always")
+def enter(clocks, latency, stages, now):  # type: ignore[no-untyped-def]
+    """The same, and the stages are taken."""
+    time = now
+    for k in range(stages):
+        time = max(time, clocks[k]) + latency[k]
+        clocks[k] = time
+    return time
+
+
+@njit(cache=True)
+def replay(  # type: ignore[no-untyped-def]
+    times, models, active, slo, latency, stages, shape, member, rule, delays, good, waited, asked, busy, finish, owner
+):
+    """Sends requests through a placement.
+
+    times [n] not falling, models [n]; of inactive models none is sent. slo [models]; latency [models, shapes, stages];
+    stages [shapes]; shape [groups]; member [groups, models]. delays: seconds from arrival to the group, from there to
+    its first stage, what is added for the prediction, and to what it takes.
+
+    Adds up: good [models], seconds of those (waited [models]), requests sent to each group (asked [groups]) and of
+    its stages' time (busy [groups, stages]). Fills in finish [n] and owner [n] (-1: none, -2 - group: rejected by it)
+    where they have room.
+    """
+    groups, widest = member.shape[0], latency.shape[2]
+    begins = np.zeros(member.shape[1] + 1, np.int64)
+    for m in range(member.shape[1]):
+        begins[m + 1] = begins[m]
+        for g in range(groups):
+            begins[m + 1] += member[g, m]
+    hosts, place = np.empty(begins[-1], np.int64), begins[:-1].copy()
+    for g in range(groups):
+        for m in range(member.shape[1]):
+            if member[g, m]:
+                hosts[place[m]] = g
+                place[m] += 1
+    to_group, to_stage, margin, overhead = delays
+    clocks = np.zeros((groups, widest))
+    taken = clocks if to_stage == 0 else clocks.copy()  # what is predicted, and what happens
+    keep = finish.shape[0] > 0
+    # requests in flight, for the rule that counts them: a list for each group, and when each reply is there
+    following = np.empty(times.shape[0] if rule == IN_FLIGHT else 0, np.int64)
+    reply, first = np.empty(following.shape[0]), np.full(groups, -1)
+    for i in range(times.shape[0]):
+        m = models[i]
+        if not active[m]:
+            continue
+        now = times[i]
+        if keep:
+            finish[i], owner[i] = now, -1
+        best, chosen = np.inf, -1
+        for at in range(begins[m], begins[m + 1]):
+            g = hosts[at]
+            p = shape[g]
+            if rule == LAST_STAGE:
+                value = clocks[g, stages[p] - 1]
+            elif rule == FINISH:
+                value = passed(clocks[g], latency[m, p], stages[p], now)
+            else:
+                value, before, j = 0.0, -1, first[g]
+                while j >= 0:
+                    after = following[j]
+                    if reply[j] > now + to_group / 2:
+                        value += 1
+                        before = j
+                    elif before < 0:
+                        first[g] = after
+                    else:
+                        following[before] = after
+                    j = after
+            if value < best:
+                best, chosen = value, g
+        if chosen < 0:
+            continue
+        asked[chosen] += 1
+        p = shape[chosen]
+        end = passed(clocks[chosen], latency[m, p], stages[p], now + to_group)
+        accepted = end + margin - now <= slo[m]
+        if accepted:
+            enter(clocks[chosen], latency[m, p], stages[p], now + to_group)
+            if to_stage > 0:
+                end = enter(taken[chosen], latency[m, p], stages[p], now + to_group + to_stage)
+            end += overhead
+            for k in range(stages[p]):
+                busy[chosen, k] += latency[m, p, k]
+            if end - now <= slo[m]:
+                good[m] += 1
+                waited[m] += end - now
+        if keep:
+            finish[i] = end if accepted else now + to_group
+            owner[i] = chosen if accepted else -2 - chosen
+        if rule == IN_FLIGHT:
+            reply[i] = end if accepted else now + to_group
+            following[i], first[chosen] = first[chosen], i

@@ -1,0 +1,202 @@
+"""What a placement is judged by: requests of the expected traffic that meet their goals, by simulation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.cluster import Cluster, Group, Parallel, Placement
+from paceline.placement.dispatch import RULES, replay
+from paceline.placement.tables import ModelTable
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+class Score(NamedTuple):
+    """Of placements, better is greater: requests that meet their goals, then how fast, then how few replicas."""
+
+    good: int
+    speed: float  # minus the mean seconds of the good ones
+    replicas: int  # minus their number
+
+
+class Timing(NamedTuple):
+    """What running takes beside the stages. Seconds."""
+
+    stage_penalty: float = 0.0  # share by which every stage makes all stages slower
+    to_group: float = 0.0  # from arrival to the group
+    to_stage: float = 0.0  # from there to its first stage
+    margin: float = 0.0  # added to the predicted finish
+    overhead: float = 0.0  # added to the finish
+    single: bool = False  # latencies and goals are rounded to float32
+
+
+# The artifact's fast simulator, and its event-driven one with all noise at its mean
+ALPASERVE = Timing(stage_penalty=0.009, margin=0.011, overhead=0.011, single=True)
+ALPASERVE_EVENTS = Timing(to_group=0.005, to_stage=0.005, margin=0.004)
+
+
+@dataclass(eq=False, slots=True)
+class Outcome:
+    """What became of the traffic under a placement."""
+
+    requests: Ints  # [models]
+    good: Ints  # [models]
+    waited: Floats  # [models]: seconds of the good ones
+    asked: Ints  # [groups]: requests sent there, rejected ones included
+    busy: Floats  # [groups, stages]
+    replicas: int
+    finish: Floats  # [requests]; empty unless asked for
+    owner: Ints  # [requests]: group; -1: nobody has the model; -2 - group: rejected there
+
+    @property
+    def bad(self) -> Ints:
+        return self.requests - self.good
+
+    @property
+    def attainment(self) -> float:
+        """Share of the requests that meet their goals; 1 of none."""
+        return float(self.good.sum() / max(1, self.requests.sum())) if self.requests.sum() else 1.0
+
+    @property
+    def score(self) -> Score:
+        good = int(self.good.sum())
+        return Score(good, -float(self.waited.sum()) / max(1, good), -self.replicas)
+
+
+Judge = Callable[["Problem", Ints, Bools, Bools, Outcome], None]  # adds up an Outcome
+
+
+@dataclass(eq=False)
+class Problem:
+    """Models, devices and traffic, as arrays. Groups are given by `shape` [groups], indices into `shapes`, and `member`
+    [groups, models]."""
+
+    cluster: Cluster
+    tables: Sequence[ModelTable]
+    slo: Sequence[float]  # seconds from arrival to finish, by model
+    times: Floats  # arrivals, not falling
+    models: NDArray[np.int32]  # of each request
+    rule: str = "finish"  # of dispatch
+    timing: Timing = Timing()
+    reserve: Sequence[int] = ()  # bytes beside the weights, by model, over all devices of its group (its KV cache)
+    judge: "Judge | None" = None  # simulates models that are not one-shot; None: there are none
+    shapes: list[Parallel] = field(init=False)
+    stages: Ints = field(init=False)  # [shapes]
+    devices: Ints = field(init=False)  # [shapes]
+    latency: Floats = field(init=False)  # [models, shapes, stages]; infinite where the model does not have the shape
+    weight: Floats = field(init=False)  # likewise: bytes on each device
+    evaluations: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        known = {p for table in self.tables for p in table.shapes}
+        self.shapes = sorted(
+            p for p in known if p.devices <= self.cluster.devices and p.tensor <= self.cluster.devices_per_node
+        )
+        self.stages = np.array([p.pipeline for p in self.shapes], np.int64)
+        self.devices = np.array([p.devices for p in self.shapes], np.int64)
+        size = len(self.tables), len(self.shapes), max([*self.stages, 1])
+        self.latency, self.weight = np.full(size, np.inf), np.zeros(size)
+        for m, table in enumerate(self.tables):
+            for p, parallel in enumerate(self.shapes):
+                if parallel in table.shapes:
+                    shape, k = table.shapes[parallel], parallel.pipeline
+                    slower = 1 + self.timing.stage_penalty * k
+                    self.latency[m, p, :k] = [seconds * slower for seconds in shape.stage_latency[1]]
+                    self.weight[m, p, :k] = shape.stage_weight_bytes
+                    if self.reserve:
+                        self.weight[m, p, :k] += self.reserve[m] / parallel.devices
+                else:
+                    self.weight[m, p] = np.inf
+        self.goal = np.array(self.slo, np.float64)
+        if self.timing.single:
+            self.latency = self.latency.astype(np.float32).astype(np.float64)
+            self.goal = self.goal.astype(np.float32).astype(np.float64)
+        self.requests = np.bincount(self.models, minlength=len(self.tables)).astype(np.int64)
+        self._everybody = np.ones(len(self.tables), np.bool_)
+
+    def evaluate(self, shape: Ints, member: Bools, active: Bools | None = None, whole: bool = False) -> Outcome:
+        """What becomes of the traffic of the active models; `whole`: of every request, too."""
+        active = self._everybody if active is None else active
+        groups, count = len(shape), len(self.times) * whole
+        out = Outcome(
+            self.requests * active, np.zeros(len(self.tables), np.int64), np.zeros(len(self.tables)),
+            np.zeros(groups, np.int64), np.zeros((groups, self.latency.shape[2])), int(member.sum()),
+            np.empty(count), np.empty(count, np.int64),
+        )  # fmt: skip
+        self.evaluations += 1
+        if self.judge and not whole:
+            self.judge(self, shape, member, active, out)
+            return out
+        replay(
+            self.times, self.models, active, self.goal, self.latency, self.stages, shape, member, RULES[self.rule],
+            self.timing[1:5], out.good, out.waited, out.asked, out.busy, out.finish, out.owner,
+        )  # fmt: skip
+        return out
+
+    def arrays(self, placement: Placement) -> tuple[Ints, Bools]:
+        """Raises ValueError for a shape or a model that there is no table of."""
+        names = {table.name: index for index, table in enumerate(self.tables)}
+        shape, member = np.zeros(len(placement.groups), np.int64), np.zeros((len(placement.groups), len(names)), bool)
+        for g, group in enumerate(placement.groups):
+            for name in group.models:
+                if name not in names:
+                    raise ValueError(f"groups.{g}.models: no model {name!r}; there are {', '.join(names)}")
+                if group.parallel not in self.tables[names[name]].shapes:
+                    some = " ".join(str(p) for p in sorted(self.tables[names[name]].shapes))
+                    raise ValueError(f"groups.{g}.parallel: {name!r} has no shape {group.parallel}; it has {some}")
+                member[g, names[name]] = True
+            if group.models:
+                shape[g] = self.shapes.index(group.parallel)
+        return shape, member
+
+    def placement(self, shape: Ints, member: Bools) -> Placement:
+        """With devices: larger groups first, those of equal size in order; a tensor group stays in one node."""
+        order = sorted(range(len(shape)), key=lambda g: (-self.shapes[shape[g]].tensor, -self.devices[shape[g]], g))
+        devices = assign(self.cluster, [self.shapes[shape[g]] for g in order])
+        assert devices is not None, "infeasible groups"
+        groups = [
+            Group(one, self.shapes[shape[g]], tuple(self.tables[m].name for m in np.flatnonzero(member[g]).tolist()))
+            for g, one in zip(order, devices, strict=True)
+        ]
+        return Placement(tuple(sorted(groups, key=lambda group: group.devices)))
+
+    def largest_first(self, shape: Ints) -> list[Parallel]:
+        """The groups' shapes in the order in which devices are given to them."""
+        return sorted((self.shapes[p] for p in shape), key=lambda p: (-p.tensor, -p.devices))
+
+    def free(self, shape: Ints, member: Bools) -> Floats:
+        """Bytes left on a device of each stage [groups, stages]; what is no stage has none to give."""
+        weight = np.where(np.isfinite(self.weight), self.weight, 0.0)
+        used = np.stack([weight[member[g], shape[g]].sum(0) for g in range(len(shape))])
+        return self.cluster.memory - used
+
+    def fits(self, shape: Ints, member: Bools) -> bool:
+        """Whether there are devices for the groups, models have their groups' shapes, and fit every device's memory."""
+        if assign(self.cluster, self.largest_first(shape)) is None:
+            return False
+        has = all(np.isfinite(self.latency[np.flatnonzero(member[g]), p, 0]).all() for g, p in enumerate(shape))
+        return bool(has and (self.free(shape, member) >= 0).all())
+
+
+def assign(cluster: Cluster, shapes: Sequence[Parallel]) -> list[tuple[int, ...]] | None:
+    """Devices for groups, in their order: every stage's within one node; None where there is no room."""
+    nodes = [
+        list(range(begin, min(begin + cluster.devices_per_node, cluster.devices)))
+        for begin in range(0, cluster.devices, cluster.devices_per_node)
+    ]
+    found = []
+    for parallel in shapes:
+        mine: list[int] = []
+        for _ in range(parallel.pipeline):
+            node = next((node for node in nodes if len(node) >= parallel.tensor), None)
+            if node is None:
+                return None
+            mine += node[: parallel.tensor]
+            del node[: parallel.tensor]
+        found.append(tuple(mine))
+    return found
