@@ -27,6 +27,7 @@ class GroupConfig:
     budget: Budget | None = None  # chooses the width of each step; None: always `scheduler.token_budget`
     predict: Callable[[StepShape], float] | None = None  # seconds of a step on a machine at its usual pace
     lookahead: Callable[[], Lookahead] | None = None  # how many tokens to draft; None: as many as there is room for
+    device: int | None = None  # groups with the same one share its stages, a step at a time; None: nobody else's
 
     def __post_init__(self) -> None:
         if self.pipeline < 1:
@@ -38,6 +39,7 @@ class GroupState:
     config: GroupConfig
     scheduler: Scheduler
     next_batch: int = 0
+    served: int = 0  # when it had its last step, of those that share a device
 
 
 class Controller:
@@ -54,6 +56,15 @@ class Controller:
             for g in groups
         ]
         self.sequences: dict[str, tuple[int, Sequence]] = {}  # those that are waiting or running
+        self._steps = 0
+        lanes: dict[object, list[int]] = {}
+        for index, state in enumerate(self.groups):
+            lanes.setdefault((state.config.device,) if state.config.device is not None else index, []).append(index)
+        self._lanes = list(lanes.values())  # groups by the device that they share
+        self._hosts: dict[str, list[int]] = {}
+        for index, state in enumerate(self.groups):
+            for model in state.config.models:
+                self._hosts.setdefault(model, []).append(index)
 
     def turn(self, inputs: Iterable[Input], now: float) -> tuple[list[Event], list[Batch]]:
         """Everything that happens at one instant: inputs in their order, then as many new batches as the groups take.
@@ -74,22 +85,39 @@ class Controller:
                 case Cancel(request_id):
                     events += self.cancel(request_id, now)
         batches = []
-        for index in range(len(self.groups)):
-            while batch := self.next_batch(index, now):
+        for lanes in self._lanes:
+            while batch := self._next_of(lanes, now):
                 batches.append(batch)
+                events += self._preempted(batch.group, now)
+                events.append(Event("started", now, batch.group, str(batch.id), batch.num_tokens, batch))
+            for index in lanes:
                 events += self._preempted(index, now)
-                events.append(Event("started", now, index, str(batch.id), batch.num_tokens, batch))
-            events += self._preempted(index, now)
         return events, batches
 
+    def _next_of(self, lanes: list[int], now: float) -> Batch | None:
+        """The next step of the groups that share a device: of those that have one, who waited longest for it."""
+        if len(lanes) == 1:
+            return self.next_batch(lanes[0], now)
+        groups = self.groups
+        if sum(len(groups[i].scheduler.flying) for i in lanes) >= max(groups[i].config.pipeline for i in lanes):
+            return None
+        for index in sorted(lanes, key=lambda i: groups[i].served):
+            if batch := self.next_batch(index, now):
+                self._steps += 1
+                groups[index].served = self._steps
+                return batch
+        return None
+
     def submit(self, request: Request, now: float, admitted: bool = False) -> list[Event]:
-        """Queues a request at the group of its model, or rejects it: unknown, too long for the group, queue full.
+        """Queues a request at that group of its model which has the fewest, or rejects it: unknown model, too long for
+        the group, queue full.
 
         `admitted`: it belongs to one that was accepted, and a full queue does not refuse it.
         """
-        index = next((i for i, g in enumerate(self.groups) if request.model in g.config.models), None)
-        if index is None:
+        hosts = self._hosts.get(request.model)
+        if not hosts:
             return [Event("rejected", now, -1, request.id, detail=f"model: no group serves {request.model!r}")]
+        index = min(hosts, key=lambda i: len(self.groups[i].scheduler.waiting) + len(self.groups[i].scheduler.running))
         group, reason = self.groups[index], ""
         scheduler, bound = group.scheduler, group.config.max_waiting
         if request.id in self.sequences:

@@ -23,7 +23,11 @@ def simulate(
 
     `latency` is what a batch takes in each stage of its group; `watch` sees every batch with its (begin, end) by stage.
     """
-    clocks = [[0.0] * group.config.pipeline for group in controller.groups]  # when each stage is free
+    free: dict[object, list[float]] = {}  # when each stage is; groups that share a device have the same
+    clocks = []
+    for index, group in enumerate(controller.groups):
+        device = group.config.device
+        clocks.append(free.setdefault(index if device is None else (device,), [0.0] * group.config.pipeline))
     future: list[tuple[float, int, Input]] = []
     plans: list[tuple[float, Input]] = [(r.arrival, Submit(r)) for r in arrivals]
     plans += [(time, Cancel(request)) for time, request in cancels]

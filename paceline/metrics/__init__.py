@@ -1,0 +1,1 @@
+"""What became of requests, as figures."""

@@ -1,0 +1,101 @@
+"""Fleets in virtual time: both kinds of models, groups that share a device, the same result every time."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paceline.core.cluster import Cluster, Group, Parallel, Placement
+from paceline.core.request import SLO
+from paceline.latency.step_time import StepTime
+from paceline.placement.problem import Problem
+from paceline.placement.tables import ModelTable, ShapeTable
+from paceline.simulator.fleet import SimulatedModel, run, timeline
+from paceline.workload.arrivals import gamma
+from paceline.workload.trace import Trace
+
+STEP = StepTime(tuple(0.01 + 1e-5 * n for n in range(513)), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+GB = 10**9
+
+
+def encoder(name: str, seconds: float = 0.1) -> SimulatedModel:
+    shapes = {
+        Parallel(): ShapeTable((GB,), {1: (seconds,)}),
+        Parallel(2): ShapeTable((GB // 2,) * 2, {1: (seconds / 2,) * 2}),
+    }
+    return SimulatedModel(ModelTable(name, shapes), SLO(deadline=5 * seconds))
+
+
+def decoder(name: str, **goals: float) -> SimulatedModel:
+    shapes = {
+        p: ShapeTable((GB // p.pipeline,) * p.pipeline, {1: (0.1,) * p.pipeline}) for p in (Parallel(), Parallel(2))
+    }
+    return SimulatedModel(ModelTable(name, shapes), SLO(**goals), STEP, kv_bytes=1000)
+
+
+def fleet(models: list[SimulatedModel], groups: list[tuple[Parallel, list[str]]], rate: float = 4.0, seconds=20.0):
+    streams = {model.name: gamma(rate, 2.0, seconds, i) for i, model in enumerate(models)}
+    known = {model.name: ([100], [20 if model.step_time else 0]) for model in models}
+    trace = Trace.of(streams, lambda name, count: (known[name][0] * count, known[name][1] * count))
+    begin, made = 0, []
+    for parallel, names in groups:
+        made.append(Group(tuple(range(begin, begin + parallel.devices)), parallel, tuple(names)))
+        begin += parallel.devices
+    placement = Placement(tuple(made))
+    slo = [model.slo.deadline or np.inf for model in models]
+    problem = Problem(Cluster(begin, 8 * GB), [m.table for m in models], slo, trace.arrivals, trace.models)
+    return run(models, placement, trace, problem, memory=8 * GB), placement, trace
+
+
+def test_both_kinds_side_by_side():
+    models = [encoder("e"), decoder("d", ttft=1.0, tbt=0.1)]
+    result, placement, trace = fleet(models, [(Parallel(2), ["e"]), (Parallel(), ["d"])])
+    outcomes = result.outcomes
+    mine = trace.models == 1
+    assert (outcomes.groups[mine] == 1).all() and (outcomes.outputs[mine] == 20).all()
+    assert (outcomes.statuses[mine] == 0).all() and outcomes.met([m.slo for m in models])[mine].mean() > 0.9
+    assert (outcomes.first_tokens[mine] > trace.arrivals[mine]).all()
+    assert (outcomes.finishes[mine] > outcomes.first_tokens[mine]).all() and len(outcomes.gaps[1]) == 19 * mine.sum()
+    served = ~mine & (outcomes.statuses == 0)
+    assert served.sum() > 20 and (outcomes.finishes - trace.arrivals)[served].min() >= 0.1 - 1e-9
+    rows = result.devices(placement)
+    assert [row["device"] for row in rows] == [0, 1, 2] and all(0 < row["utilization"] <= 1 for row in rows)
+    assert {name for name, _ in timeline(result)} == {"group 0, stage 0", "group 0, stage 1", "group 1, stage 0"}
+
+
+def test_a_run_is_repeated_to_the_bit():
+    models, groups = [decoder("a"), encoder("b")], [(Parallel(), ["a"]), (Parallel(), ["b"])]
+    first, second = (fleet(models, groups)[0].outcomes for _ in range(2))
+    for column in ("groups", "first_tokens", "finishes", "outputs", "statuses"):
+        assert np.array_equal(getattr(first, column), getattr(second, column), equal_nan=True)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(2)])
+def test_models_that_share_a_group_take_turns(parallel):
+    models = [decoder("a"), decoder("b")]
+    result, _, trace = fleet(models, [(parallel, ["a", "b"])], rate=3.0, seconds=10.0)
+    assert (result.outcomes.statuses == 0).all()
+    for _, spans in timeline(result):
+        ordered = sorted(spans)
+        assert all(b >= end - 1e-9 for (_, end, _), (b, _, _) in zip(ordered, ordered[1:], strict=False))
+
+
+def test_replicas_share_the_requests():
+    result, _, trace = fleet([decoder("a")], [(Parallel(), ["a"]), (Parallel(), ["a"])], rate=20.0)
+    counts = np.bincount(result.outcomes.groups)
+    assert counts.min() > 0.4 * len(trace) / 2 and counts.sum() == len(trace)
+
+
+def test_what_nobody_hosts_is_rejected():
+    models = [decoder("a"), encoder("b"), decoder("c")]
+    result, _, trace = fleet(models, [(Parallel(), ["a"])])
+    others = trace.models > 0
+    assert (result.outcomes.statuses[others] == 1).all() and (result.outcomes.groups[others] == -1).all()
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="groups.0.models: a, b: one-shot and autoregressive models mixed"):
+        fleet([decoder("a"), encoder("b")], [(Parallel(), ["a", "b"])])
+    big = replace(decoder("a"), kv_bytes=10**9)
+    with pytest.raises(ValueError, match="memory: 'a' has no room for its KV cache"):
+        fleet([big], [(Parallel(), ["a"])])
