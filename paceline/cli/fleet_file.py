@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from paceline.core.request import MAX_DRAFT_TOKENS
 
@@ -18,6 +18,35 @@ class Goals(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     ttft: float | None = Field(default=None, gt=0)
     tbt: float | None = Field(default=None, gt=0)
+    deadline: float | None = Field(default=None, gt=0)  # from arrival to the end, of one-shot models
+
+
+class Workload(BaseModel):
+    """The traffic that a planner expects: a rate and its burstiness, or recorded. Tokens of one-shot models do not
+    matter."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    rate: float | None = Field(default=None, ge=0)  # requests/s
+    cv: float = Field(default=1.0, gt=0)  # of the gaps between them
+    prompt_tokens: int = Field(default=256, ge=1)
+    output_tokens: int = Field(default=64, ge=1)
+    trace: str | None = None  # a file instead
+
+
+class ClusterKeys(BaseModel):
+    """Devices to plan for."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    devices: int | Literal["auto"] = "auto"
+    memory: str | int = "auto"  # of each, such as 16GiB
+    devices_per_node: int = Field(default=8, ge=1)
+
+    @field_validator("devices")
+    @classmethod
+    def some(cls, value: int | str) -> int | str:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("must be 'auto' or at least 1")
+        return value
 
 
 class Speculation(BaseModel):
@@ -39,6 +68,7 @@ class Entry(BaseModel):
     quantization: Quantization = "none"
     slo: Goals = Goals()
     speculation: Speculation = Speculation()
+    workload: Workload = Workload()
 
 
 class FleetFile(BaseModel):
@@ -46,6 +76,7 @@ class FleetFile(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     models: list[Entry] = Field(min_length=1)
+    cluster: ClusterKeys = ClusterKeys()
 
 
 def load(path: Path) -> FleetFile:
@@ -74,7 +105,9 @@ def _first(error: ValidationError) -> str:
     if mistake["type"] != "extra_forbidden":
         return f"{where}: {mistake['msg']}"
     key = str(mistake["loc"][-1])
-    parents = {"models": Entry, "slo": Goals, "speculation": Speculation}  # by the last name before the key
+    parents = {  # by the last name before the key
+        "models": Entry, "slo": Goals, "speculation": Speculation, "workload": Workload, "cluster": ClusterKeys
+    }  # fmt: skip
     names = [part for part in mistake["loc"][:-1] if isinstance(part, str)]
     valid = list((parents[names[-1]] if names else FleetFile).model_fields)
     near = difflib.get_close_matches(key, valid, 1)

@@ -6,9 +6,13 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
+from paceline.cli import trace
+from paceline.cli.bench import bench
 from paceline.cli.chat import chat
+from paceline.cli.plan import plan
 from paceline.cli.profile import profile
 from paceline.cli.serve import serve
+from paceline.cli.simulate import simulate
 
 app = typer.Typer(
     help="Many language models on a few devices, each inside its latency goal, behind one OpenAI-compatible port.",
@@ -17,6 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
+app.command()(plan)
+app.command()(simulate)
+app.command()(bench)
+app.add_typer(trace.app, name="trace")
 app.command()(profile)
 app.command()(chat)
 

@@ -136,6 +136,10 @@ def find_models(
         raise ValueError(f"served-model-name: {len(names)} names for {len(entries)} models")
     models = []
     for index, entry in enumerate(entries):
+        if entry.source.startswith("profile:"):
+            raise ValueError(f"source: {entry.source!r} is known by its profile only; it can be planned, not served")
+        if entry.slo.deadline is not None:
+            raise ValueError(f"slo.deadline: {entry.name!r}: is for one-shot models, which can be planned, not served")
         path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
         goals = SLO(ttft=entry.slo.ttft, tbt=entry.slo.tbt)
         model = Model(name, path, Tokenizer.load(path), entry.quantization, goals)

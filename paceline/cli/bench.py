@@ -1,0 +1,185 @@
+"""`paceline bench`: a trace against any OpenAI-compatible server, reported as `simulate` reports it."""
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated
+
+import httpx
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from paceline.cli import fleet_file
+from paceline.cli.planning import check_parent
+from paceline.cli.simulate import report_table
+from paceline.core.request import SLO
+from paceline.metrics.outcomes import STATUSES, Outcomes, report
+from paceline.workload.trace import Trace, load
+
+TOKENS = range(100, 1000)  # ids that prompts are made of: every vocabulary has them
+WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "on", "that")  # a token each, about
+OK, REJECTED, CANCELLED, FAILED = range(len(STATUSES))
+errors = Console(stderr=True)
+
+
+def bench(
+    url: Annotated[str, typer.Option(help="Of the server, such as http://127.0.0.1:8000.")],
+    trace: Annotated[Path, typer.Option(help="Trace file; its models are the server's.")],
+    out: Annotated[Path, typer.Option(help="Directory for requests.csv and report.json.")],
+    fleet: Annotated[Path | None, typer.Option(help="Fleet file with the models' goals.")] = None,
+    ttft: Annotated[float | None, typer.Option(min=0.0, help="Goal of all others: seconds to the first token.")] = None,
+    tbt: Annotated[float | None, typer.Option(min=0.0, help="Likewise between tokens, on average.")] = None,
+    deadline: Annotated[float | None, typer.Option(min=0.0, help="Likewise from arrival to the end.")] = None,
+    speed: Annotated[float, typer.Option(min=0.01, help="Send so many times as fast as the trace says.")] = 1.0,
+    text: Annotated[bool, typer.Option(help="Prompts are words, for servers that take no token ids.")] = False,
+    api_key: Annotated[str, typer.Option(envvar="PACELINE_API_KEY", help="If the server wants one.")] = "",
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a request has failed.")] = 600.0,
+) -> None:
+    """Send a trace to a server and report what it gave.
+
+    Example: paceline bench --url http://127.0.0.1:8000 --trace trace.csv --out results
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"url: {url!r} is not like http://HOST:PORT")
+    check_parent("out", out)
+    requests = load(trace)
+    known = {entry.name: entry.slo for entry in fleet_file.load(fleet).models} if fleet else {}
+    goals = [
+        SLO(known[name].ttft, known[name].tbt, known[name].deadline) if name in known else SLO(ttft, tbt, deadline)
+        for name in requests.names
+    ]
+    if speed != 1.0:
+        requests = Trace(
+            requests.arrivals / speed, requests.models, requests.prompts, requests.outputs, requests.names
+        )
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    client = Client(url.rstrip("/").removesuffix("/v1"), headers, timeout, text)
+    outcomes, late = asyncio.run(client.send(requests))
+    out.mkdir(exist_ok=True)
+    outcomes.save(out / "requests.csv", goals)
+    summary = report(outcomes, goals) | {"sent_late_p99_s": late}
+    (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
+    Console().print(report_table(summary))
+    if late > 0.05:
+        errors.print(f"requests were sent up to {late:.2f} s late (P99): this machine cannot send so fast")
+    for reason, count in sorted(client.reasons.items()):
+        errors.print(f"{count} times: {reason}", highlight=False, soft_wrap=True)
+    errors.print(f"kept in {out}", highlight=False, soft_wrap=True)
+
+
+class Client:
+    """Sends requests at their times, whatever became of those before (an open loop)."""
+
+    def __init__(self, url: str, headers: dict[str, str], timeout: float, text: bool) -> None:
+        self.url, self.headers, self.timeout, self.text = url, headers, timeout, text
+        self.reasons: dict[str, int] = defaultdict(int)  # why requests failed or were rejected
+
+    async def send(self, trace: Trace) -> tuple[Outcomes, float]:
+        """What became of the trace, and how late requests were sent (P99, seconds). Raises ValueError where nobody
+        answers, or a model is not served."""
+        count = len(trace)
+        outcomes = Outcomes(
+            trace.names, trace.models.astype(np.int64), np.full(count, -1, np.int64), trace.arrivals,
+            np.full(count, np.nan), np.full(count, np.nan), trace.prompts, np.zeros(count, np.int64),
+            np.full(count, FAILED, np.uint8),
+        )  # fmt: skip
+        gaps: dict[int, list[float]] = defaultdict(list)
+        late = np.zeros(count)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        columns = (TextColumn("sending"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        async with httpx.AsyncClient(headers=self.headers, timeout=self.timeout, limits=limits) as http:
+            await self._check(http, trace.names)
+            begin = time.perf_counter()
+            with Progress(*columns, console=errors, transient=True) as bars:
+                task = bars.add_task("sending", total=count)
+
+                async def one(i: int) -> None:
+                    await asyncio.sleep(max(0.0, trace.arrivals[i] - (time.perf_counter() - begin)))
+                    late[i] = time.perf_counter() - begin - trace.arrivals[i]
+                    await self._one(http, trace, i, begin, outcomes, gaps)
+                    bars.advance(task)
+
+                await asyncio.gather(*(one(i) for i in range(count)))
+        outcomes.gaps = {model: np.array(some) for model, some in gaps.items()}
+        return outcomes, float(np.percentile(late, 99)) if count else 0.0
+
+    async def _check(self, http: httpx.AsyncClient, names: tuple[str, ...]) -> None:
+        try:
+            answer = await http.get(f"{self.url}/v1/models")
+            served = [model["id"] for model in answer.json()["data"]]
+        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"url: no server with /v1/models at {self.url}: {error}") from error
+        missing = [name for name in names if name not in served]
+        if missing:
+            raise ValueError(f"trace: model {missing[0]!r} is not served; there are {', '.join(served)}")
+
+    async def _one(
+        self, http: httpx.AsyncClient, trace: Trace, i: int, begin: float, outcomes: Outcomes,
+        gaps: dict[int, list[float]],
+    ) -> None:  # fmt: skip
+        path, body = self._request(trace, i)
+        try:
+            async with http.stream("POST", self.url + path, json=body) as answer:
+                if answer.status_code != 200:
+                    self._refused(answer.status_code, await answer.aread())
+                    outcomes.statuses[i] = REJECTED if answer.status_code in (429, 503) else FAILED
+                elif body.get("stream"):
+                    await self._tokens(answer, i, begin, outcomes, gaps[int(trace.models[i])])
+                else:
+                    await answer.aread()
+                    outcomes.first_tokens[i] = time.perf_counter() - begin
+                    outcomes.statuses[i] = OK
+        except httpx.HTTPError as error:
+            self.reasons[f"{type(error).__name__}: {error}"] += 1
+        outcomes.finishes[i] = time.perf_counter() - begin
+
+    async def _tokens(
+        self, answer: httpx.Response, i: int, begin: float, outcomes: Outcomes, gaps: list[float]
+    ) -> None:
+        last, chunks = 0.0, 0
+        async for line in answer.aiter_lines():
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:") or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                self.reasons[str(event["error"].get("message"))] += 1
+                return
+            now = time.perf_counter() - begin
+            if usage := event.get("usage"):
+                outcomes.outputs[i] = usage["completion_tokens"]
+            if event.get("choices") and event["choices"][0].get("text"):
+                if chunks:
+                    gaps.append(now - last)
+                else:
+                    outcomes.first_tokens[i] = now
+                last, chunks = now, chunks + 1
+        outcomes.outputs[i] = outcomes.outputs[i] or chunks
+        if np.isnan(outcomes.first_tokens[i]):  # tokens, but no text
+            outcomes.first_tokens[i] = time.perf_counter() - begin
+        outcomes.statuses[i] = OK
+
+    def _request(self, trace: Trace, i: int) -> tuple[str, dict]:
+        random = np.random.default_rng(i)
+        count, model = max(1, int(trace.prompts[i])), trace.names[trace.models[i]]
+        prompt: object = random.choice(TOKENS, count).tolist()
+        if self.text:
+            prompt = " ".join(random.choice(WORDS, count))
+        if trace.outputs[i] == 0:
+            return "/v1/embeddings", {"model": model, "input": prompt}
+        return "/v1/completions", {
+            "model": model, "prompt": prompt, "max_tokens": int(trace.outputs[i]), "temperature": 0.0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+
+    def _refused(self, status: int, body: bytes) -> None:
+        try:
+            reason = json.loads(body)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            reason = ""
+        self.reasons[f"{status} {reason}".strip()] += 1

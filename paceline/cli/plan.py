@@ -1,0 +1,140 @@
+"""`paceline plan`: which models run where, why, and what to expect of it."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from paceline.cli import fleet_file
+from paceline.cli.planning import Planned, check_parent, names_of, planned, save_placement, traffic
+from paceline.core.cluster import Placement
+from paceline.placement import explain
+from paceline.placement.greedy import Choice
+from paceline.placement.problem import Problem
+from paceline.placement.search import EFFORT
+from paceline.placement.search import plan as search
+
+STEPWISE_EVALUATIONS = 60  # of local search, where every one simulates steps
+EXPLAINED = 16  # groups at most
+WINDOWS = 4  # of a trace, to see how much its parts differ
+errors = Console(stderr=True)
+
+
+def plan(
+    fleet: Annotated[Path, typer.Argument(metavar="FLEET.yaml", help="Models, goals, workloads, devices.")],
+    profile: Annotated[Path | None, typer.Option(help="Profile file; default: profiles measured here.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Expected traffic; default: the models' workloads.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the placement here.")] = None,
+    duration: Annotated[float | None, typer.Option(min=1.0, help="Seconds of traffic made from workloads.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of workloads and of the search.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Workloads to judge the result by.")] = 5,
+    effort: Annotated[int, typer.Option(min=0, help="Requests to simulate in local search, for each cell.")] = EFFORT,
+    quiet: Annotated[bool, typer.Option(help="Without the reasons.")] = False,
+) -> None:
+    """Plan a placement of the fleet's models on its devices.
+
+    Example: paceline plan fleet.yaml --profile profile.json --trace trace.csv --out placement.json
+    """
+    check_parent("out", out)
+    file = fleet_file.load(fleet)
+    known = planned(file, profile)
+    expected = traffic(file, known, trace, duration, seed)
+    problem = known.problem(expected)
+    begin, cpu = time.perf_counter(), time.process_time()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as bars:
+        task = bars.add_task("planning", total=None)
+        most = STEPWISE_EVALUATIONS * len(expected) if known.stepwise else effort
+        choice = search(problem, most, seed, lambda text: bars.update(task, description=f"planning: {text}"))
+        took, used = time.perf_counter() - begin, time.process_time() - cpu
+        placement = problem.placement(choice.shape, choice.member)
+        if out:
+            save_placement(out, placement)
+        bars.update(task, description="what else there is")
+        reasons = [] if quiet else why(problem, choice, placement)
+        bars.update(task, description="other traffic of the same kind")
+        if trace:
+            others = [expected.between(i * expected.duration / WINDOWS, (i + 1) * expected.duration / WINDOWS)
+                      for i in range(WINDOWS)]  # fmt: skip
+        else:
+            others = [traffic(file, known, None, duration, seed + 1 + i) for i in range(seeds)]
+        judged = [known.problem(other).evaluate(choice.shape, choice.member) for other in others]
+    console = Console()
+    console.print(groups_table(problem, choice, placement))
+    console.print(models_table(known, choice, judged, "parts of the trace" if trace else "other seeds"))
+    for line in reasons:
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(
+        f"planned in {took:.2f} s ({used:.2f} CPU seconds, {problem.evaluations} simulations of "
+        f"{len(expected)} requests)", highlight=False,
+    )  # fmt: skip
+    if known.error:
+        console.print(
+            "step times that this rests on were predicted with an error of "
+            + ", ".join(f"{name.upper()} {value:.1%}" for name, value in known.error.items()), highlight=False,
+        )  # fmt: skip
+
+
+def why(problem: Problem, choice: Choice, placement: Placement) -> list[str]:
+    """A line for each group, and the runners-up."""
+    here, lines = choice.outcome.attainment, ["", "why these groups, by what others would lose:"]
+    order = sorted(range(len(choice.shape)), key=lambda g: -float(choice.outcome.busy[g].sum()))[:EXPLAINED]
+    for g in order:
+        group = problem.shapes[choice.shape[g]]
+        alternatives = explain.of_group(problem, choice, g)
+        text = "; ".join(f"{other.what} {_loss(here, other.attainment)}" for other in alternatives[:4])
+        holds = int(choice.member[g].sum())
+        lines.append(f"  {group} with {holds} models: {text or 'there is no other shape of so many devices'}")
+    if len(choice.shape) > EXPLAINED:
+        lines.append(f"  (the {EXPLAINED} busiest of {len(choice.shape)} groups)")
+    window = max(1.0, float(problem.times[-1]) / 4) if len(problem.times) else 1.0
+    lines.append("instead of all of it:")
+    lines += [
+        f"  {other.what} {_loss(here, other.attainment)}" for other in explain.policies(problem, window)[:6]
+    ]
+    return [*lines, ""]
+
+
+def _loss(here: float, there: float) -> str:
+    points = 100 * (here - there)
+    return f"loses {points:.2f} points" if points >= 0.005 else f"gains {-points:.2f}" if points <= -0.005 else "equals"
+
+
+def groups_table(problem: Problem, choice: Choice, placement: Placement) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("group", "devices", "(pipeline,tensor)", "models"):
+        table.add_column(column)
+    for index, group in enumerate(placement.groups):
+        devices = f"{group.devices[0]}-{group.devices[-1]}" if len(group.devices) > 1 else str(group.devices[0])
+        table.add_row(str(index), devices, str(group.parallel), names_of(group.models))
+    return table
+
+
+def models_table(known: Planned, choice: Choice, judged: list, others: str) -> Table:
+    """Attainment in the traffic that was planned for, and in other traffic: mean and standard deviation."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "requests", "replicas", "attainment", others):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    rows = list(range(len(known.models)))
+    if len(rows) > 24:  # the worst
+        rows = sorted(rows, key=lambda m: _share(choice.outcome, m))[:24]
+    for m in rows:
+        shares = [_share(outcome, m) for outcome in judged]
+        cells = f"{_share(choice.outcome, m):.2%}", f"{np.mean(shares):.2%} ± {np.std(shares):.2%}"
+        replicas = str(int(choice.member[:, m].sum()))
+        table.add_row(known.models[m].name, str(int(choice.outcome.requests[m])), replicas, *cells)
+    shares = [outcome.attainment for outcome in judged]
+    whole = f"{choice.outcome.attainment:.2%}", f"{np.mean(shares):.2%} ± {np.std(shares):.2%}"
+    table.add_row("all", str(int(choice.outcome.requests.sum())), str(choice.outcome.replicas), *whole)
+    return table
+
+
+def _share(outcome, m: int) -> float:  # type: ignore[no-untyped-def]
+    return float(outcome.good[m] / outcome.requests[m]) if outcome.requests[m] else 1.0
+
+

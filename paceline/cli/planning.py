@@ -1,0 +1,267 @@
+"""What `plan`, `simulate` and `trace` have in common: a fleet file's models, devices and traffic."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from paceline.cli import profile_cache
+from paceline.cli.fleet_file import Entry, FleetFile
+from paceline.cli.sizes import parse_bytes
+from paceline.cli.sources import resolve
+from paceline.core.batch import StepShape
+from paceline.core.cluster import Cluster, Group, Parallel, Placement
+from paceline.core.request import SLO
+from paceline.latency.step_time import StepTime
+from paceline.placement.problem import Problem
+from paceline.placement.tables import ModelTable, ShapeTable, from_layers
+from paceline.simulator.fleet import SimulatedModel, judge
+from paceline.workload import arrivals
+from paceline.workload.trace import Trace, load
+
+REQUESTS = 10_000  # that a workload is made of, about, unless a duration is given
+STEPWISE_REQUESTS = 400  # likewise of autoregressive models, whose steps are simulated one by one
+PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody measured shapes
+
+
+class ShapeEntry(msgspec.Struct):
+    stage_weight_bytes: list[float]
+    pipeline: int = 1
+    tensor: int = 1
+    stage_latency: dict[str, list[float]] | None = None
+
+
+class ModelEntry(msgspec.Struct):
+    parallel: list[ShapeEntry]
+    step_time: dict[str, Any] | None = None
+    roofline: dict[str, Any] | None = None
+
+
+class PlanningProfile(msgspec.Struct):
+    """A profile file as planning reads it (DESIGN, section 7)."""
+
+    models: dict[str, ModelEntry]
+    device: Any = None
+    error: dict[str, float] | None = None
+
+    @staticmethod
+    def load(path: Path) -> "PlanningProfile":
+        """Raises ValueError for a file that is none."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=PlanningProfile)
+        except OSError as error:
+            raise ValueError(f"profile: {path}: {error.strerror}") from error
+        except msgspec.DecodeError as error:
+            raise ValueError(f"profile: {path} is not a profile: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A fleet to plan or simulate."""
+
+    models: list[SimulatedModel]
+    cluster: Cluster
+    error: dict[str, float] | None  # of the profile's predictions
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(model.name for model in self.models)
+
+    @property
+    def goals(self) -> list[SLO]:
+        return [model.slo for model in self.models]
+
+    @property
+    def stepwise(self) -> bool:
+        return any(model.step_time for model in self.models)
+
+    def problem(self, trace: Trace, rule: str = "finish", cluster: Cluster | None = None) -> Problem:
+        """To place the models for this traffic. A stepwise model keeps room for KV of two mean requests at least."""
+        slo = [np.inf if model.slo.deadline is None else model.slo.deadline for model in self.models]
+        tokens = [_mean(trace.prompts + trace.outputs, trace.models == m) for m in range(len(self.models))]
+        reserve = [
+            int(2 * count + 32) * model.kv_bytes for model, count in zip(self.models, tokens, strict=True)
+        ]
+        tables = [self._table(m, model, trace) for m, model in enumerate(self.models)]
+        return Problem(
+            cluster or self.cluster, tables, slo, trace.arrivals, trace.models, rule, reserve=reserve,
+            judge=judge(self.models, trace, self.cluster.memory) if self.stepwise else None,
+        )  # fmt: skip
+
+    def _table(self, m: int, model: SimulatedModel, trace: Trace) -> ModelTable:
+        """Of a stepwise model, with what a mean request takes of a device as its latency."""
+        if model.step_time is None:
+            return model.table
+        mine = trace.models == m
+        prompt, output = max(1.0, _mean(trace.prompts, mine)), _mean(trace.outputs, mine)
+        step, batch = model.step_time, 8
+        decode = step.seconds(StepShape(batch, batch, batch, int(batch * prompt))) / batch
+        seconds = step.seconds(StepShape().add(0, int(prompt), True)) + output * decode
+        shapes = {
+            parallel: ShapeTable(shape.stage_weight_bytes, {1: (seconds * model.share(parallel),) * parallel.pipeline})
+            for parallel, shape in model.table.shapes.items()
+        }
+        return ModelTable(model.name, shapes)
+
+
+def planned(fleet: FleetFile, profile: Path | None) -> Planned:
+    """Raises ValueError naming what is missing."""
+    file = PlanningProfile.load(profile) if profile else None
+    models = [_model(entry, file) for entry in fleet.models]
+    return Planned(models, _cluster(fleet), file.error if file else None)
+
+
+def _model(entry: Entry, file: PlanningProfile | None) -> SimulatedModel:
+    slo = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
+    known = file.models if file else {}
+    name = entry.source.removeprefix("profile:")
+    if name != entry.source or entry.name in known:
+        name = name if name != entry.source else entry.name
+        if name not in known:
+            there = f"it has {', '.join(known)}" if file else "give --profile FILE"
+            raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
+        return _from_profile(entry.name, known[name], slo)
+    path = resolve(entry.source)
+    found = profile_cache.load(profile_cache.cache_file(path, entry.quantization, profile_cache.Device.here(None)))
+    if found is None:
+        raise ValueError(
+            f"source: {entry.source!r} has no profile on this machine; run `paceline profile {entry.source}` "
+            f"first, or give --profile FILE with a model {entry.name!r}"
+        )
+    floor = found.roofline
+    table = _from_config(entry, path, floor.weight_bytes)
+    return SimulatedModel(table, slo, found.step_time, floor.kv_bytes)
+
+
+def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
+    shapes = {}
+    for index, one in enumerate(entry.parallel):
+        where, stages = f"profile: {name}.parallel.{index}", one.pipeline
+        if len(one.stage_weight_bytes) != stages:
+            raise ValueError(f"{where}.stage_weight_bytes: {len(one.stage_weight_bytes)} for {stages} stages")
+        latency = {int(size): tuple(seconds) for size, seconds in (one.stage_latency or {}).items()}
+        if any(len(seconds) != stages for seconds in latency.values()) or (latency and 1 not in latency):
+            raise ValueError(f"{where}.stage_latency: needs batch size 1, and a time for each of {stages} stages")
+        if not latency and entry.step_time is None:
+            raise ValueError(f"{where}: neither stage_latency (one-shot) nor step_time (autoregressive) is there")
+        weights = tuple(int(bytes_) for bytes_ in one.stage_weight_bytes)
+        shapes[Parallel(stages, one.tensor)] = ShapeTable(weights, latency or {1: (0.0,) * stages})
+    if entry.step_time is None:
+        return SimulatedModel(ModelTable(name, shapes), slo)
+    try:
+        step = msgspec.convert(entry.step_time, StepTime)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"profile: {name}.step_time: {error}") from error
+    if set(shapes) == {Parallel()}:  # nothing else was measured: stages of equal layers
+        whole = shapes[Parallel()].stage_weight_bytes[0]
+        for pipeline in PIPELINES[1:]:
+            shapes[Parallel(pipeline)] = ShapeTable((-(-whole // pipeline),) * pipeline, {1: (0.0,) * pipeline})
+    return SimulatedModel(ModelTable(name, shapes), slo, step, int((entry.roofline or {}).get("kv_bytes", 0)))
+
+
+def _from_config(entry: Entry, path: Path, weight_bytes: int) -> ModelTable:
+    """Stages by cutting the model's layers: blocks alike, the head by its share of the weights; embeddings are read a
+    row at a time, and cost nothing but memory."""
+    from paceline.engine.config import ModelConfig
+
+    config = ModelConfig.load(path)
+    head = config.vocab_size * config.hidden * (1 if entry.quantization == "int8" else 4)
+    block = max(1, (weight_bytes - head) // config.layers)
+    seconds = [0.0, *[float(block)] * config.layers, float(head)]
+    weights = [0 if config.tied else head, *[block] * config.layers, head]
+    return from_layers(entry.name, seconds, weights, PIPELINES)
+
+
+def _cluster(fleet: FleetFile) -> Cluster:
+    keys = fleet.cluster
+    devices = 1 if keys.devices == "auto" else keys.devices
+    if keys.memory == "auto":
+        from paceline.engine.kv_cache import available_bytes
+
+        memory = available_bytes() // devices
+    else:
+        memory = keys.memory if isinstance(keys.memory, int) else parse_bytes(keys.memory)
+    return Cluster(devices, memory, keys.devices_per_node)
+
+
+def traffic(fleet: FleetFile, plan: Planned, trace: Path | None, duration: float | None, seed: int) -> Trace:
+    """A trace file's requests, or those of the models' workloads. Raises ValueError."""
+    if trace:
+        return load(trace).named(plan.names)
+    rates = [entry.workload.rate or 0.0 for entry in fleet.models]
+    if not any(rates) and not any(entry.workload.trace for entry in fleet.models):
+        raise ValueError("workload.rate: no model has a rate above 0 or a trace; or give --trace FILE")
+    wanted = STEPWISE_REQUESTS if plan.stepwise else REQUESTS
+    duration = duration or min(3600.0, max(10.0, wanted / sum(rates))) if sum(rates) else duration or 60.0
+    streams, lengths = {}, {}
+    for index, entry in enumerate(fleet.models):
+        work = entry.workload
+        if work.trace:
+            recorded = load(Path(work.trace), entry.name).between(0.0, duration)
+            streams[entry.name] = recorded.arrivals
+            lengths[entry.name] = recorded.prompts, recorded.outputs
+        else:
+            times = arrivals.gamma(work.rate or 0.0, work.cv, duration, 1000 * seed + index)
+            output = work.output_tokens if plan.models[index].step_time else 0
+            streams[entry.name] = times
+            lengths[entry.name] = np.full(len(times), work.prompt_tokens), np.full(len(times), output)
+    return Trace.of(streams, lambda name, count: lengths[name])
+
+
+class PlacementFile(msgspec.Struct, forbid_unknown_fields=True):
+    groups: list["GroupEntry"]
+
+
+class GroupEntry(msgspec.Struct, forbid_unknown_fields=True):
+    devices: list[int]
+    parallel: "ParallelEntry"
+    models: list[str]
+
+
+class ParallelEntry(msgspec.Struct, forbid_unknown_fields=True):
+    pipeline: int = 1
+    tensor: int = 1
+
+
+def load_placement(path: Path) -> Placement:
+    """Raises ValueError with one line that names the key."""
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=PlacementFile)
+    except OSError as error:
+        raise ValueError(f"placement: {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"placement: {path}: {error}") from error
+    try:
+        return Placement(
+            tuple(
+                Group(tuple(one.devices), Parallel(one.parallel.pipeline, one.parallel.tensor), tuple(one.models))
+                for one in file.groups
+            )
+        )
+    except ValueError as error:
+        raise ValueError(f"placement: {path}: {error}") from error
+
+
+def save_placement(path: Path, placement: Placement) -> None:
+    groups = [
+        GroupEntry(list(g.devices), ParallelEntry(g.parallel.pipeline, g.parallel.tensor), list(g.models))
+        for g in placement.groups
+    ]
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(PlacementFile(groups)), indent=1))
+
+
+def _mean(values: Any, mine: Any) -> float:
+    return float(values[mine].mean()) if mine.any() else 0.0
+
+
+def check_parent(option: str, path: Path | None) -> None:
+    """Raises ValueError where a file could not be written."""
+    if path and not path.parent.is_dir():
+        raise ValueError(f"{option}: {path.parent} is not a directory")
+
+
+def names_of(groups: Sequence[str], most: int = 8) -> str:
+    return ", ".join(groups[:most]) + (f" and {len(groups) - most} more" if len(groups) > most else "")

@@ -1,0 +1,154 @@
+"""`plan`, `simulate`, `trace`, from files to files; what is wrong with them is told in one line."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import fleet_file
+from paceline.cli.planning import load_placement, planned, traffic
+
+GIB = 2**30
+SHAPES = [(1, 1), (2, 1), (1, 2)]
+
+
+def profile(seconds: dict[str, float], weight: int = 2 * GIB) -> dict:
+    def shapes(whole: float) -> list[dict]:
+        return [
+            {"pipeline": p, "tensor": t, "stage_weight_bytes": [weight // (p * t)] * p,
+             "stage_latency": {"1": [whole / (p * t) * (1.05 if p * t > 1 else 1)] * p}}
+            for p, t in SHAPES
+        ]  # fmt: skip
+
+    models = {name: {"parallel": shapes(whole)} for name, whole in seconds.items()}
+    return {"models": models, "device": "made up", "error": {"p50": 0.01, "p95": 0.04}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "profile.json").write_text(json.dumps(profile({"small": 0.1, "large": 0.3})))
+    (tmp_path / "fleet.yaml").write_text(
+        "models:\n"
+        "  - {name: a, source: 'profile:small', slo: {deadline: 0.5}, workload: {rate: 4.0, cv: 3.0}}\n"
+        "  - {name: b, source: 'profile:small', slo: {deadline: 0.5}, workload: {rate: 2.0, cv: 3.0}}\n"
+        "  - {name: c, source: 'profile:large', slo: {deadline: 1.5}, workload: {rate: 1.0}}\n"
+        "cluster: {devices: 4, memory: 5GiB}\n"
+    )
+    return tmp_path
+
+
+def paceline(folder: Path, *arguments: str, code: int = 0) -> str:
+    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_from_workloads_to_outcomes(folder):
+    known = ["--profile", "profile.json"]
+    table = paceline(folder, "trace", "make", "fleet.yaml", "--duration", "60", "--out", "trace.csv")
+    assert "requests in" in table
+    options = ["--trace", "trace.csv", "--out", "p.json", "--effort", "200000"]
+    told = paceline(folder, "plan", "fleet.yaml", *known, *options)
+    for words in ("attainment", "why these groups", "instead of all of it", "CPU seconds", "P95 4.0%", "±"):
+        assert words in told
+    placement = json.loads((folder / "p.json").read_text())
+    assert set(placement["groups"][0]) == {"devices", "parallel", "models"}
+    assert {model for group in placement["groups"] for model in group["models"]} == {"a", "b", "c"}
+    paceline(folder, "simulate", "fleet.yaml", *known, "--placement", "p.json", "--trace", "trace.csv", "--out", "r",
+             "--plot")  # fmt: skip
+    summary = json.loads((folder / "r/report.json").read_text())
+    with (folder / "r/requests.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert summary["requests"] == len(rows) and summary["attainment"] > 0.9
+    assert sum(row["slo_met"] == "true" for row in rows) / len(rows) == pytest.approx(summary["attainment"])
+    assert [device["device"] for device in summary["devices"]] == [0, 1, 2, 3]
+    assert (folder / "r/timeline.png").stat().st_size > 5000
+    assert f"{summary['attainment']:.2%}" in told  # as planned
+
+
+def test_traces_are_described_and_rescaled(folder):
+    paceline(folder, "trace", "make", "fleet.yaml", "--total-rate", "20", "--cv", "2", "--out", "t.csv")
+    shown = paceline(folder, "trace", "show", "t.csv")
+    assert "requests/s" in shown and "CV" in shown
+    paceline(folder, "trace", "rescale", "t.csv", "--rate", "2", "--out", "more.csv")
+    counts = [len((folder / name).read_text().splitlines()) for name in ("t.csv", "more.csv")]
+    assert counts[1] == pytest.approx(2 * counts[0], rel=0.4)
+    (folder / "recorded.csv").write_text(
+        "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(f"{i},{100 + i},{i}\n" for i in range(50))
+    )
+    paceline(folder, "trace", "make", "fleet.yaml", "--recorded", "recorded.csv", "--out", "spread.csv")
+    assert load_trace(folder / "spread.csv") <= {(100 + i, i) for i in range(50)}
+
+
+def load_trace(path: Path) -> set[tuple[int, int]]:
+    with path.open() as file:
+        return {(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)}
+
+
+def edited(folder: Path, old: str, new: str) -> list[str]:
+    text = (folder / "fleet.yaml").read_text()
+    assert old in text
+    (folder / "fleet.yaml").write_text(text.replace(old, new))
+    return ["plan", "fleet.yaml", "--profile", "profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("memory: 5GiB", "memory: 900MiB", "memory: 'a' fits nowhere on 4 devices with 0.88 GiB"),
+        ("rate: 4.0", "rate: -4.0", "workload.rate: Input should be greater than or equal to 0"),
+        ("deadline: 1.5", "deadline: 0.1", "slo.deadline: 'c' takes 0.1575 s in its fastest shape that fits"),
+        ("profile:large", "profile:huge", "model 'c': no 'huge' in a profile; it has small, large"),
+        ("devices: 4", "devices: 0", "cluster.devices: "),
+        ("devices: 4", "device: 4", "cluster.device: unknown key; did you mean 'devices'"),
+        ("memory: 5GiB", "memory: lots", "memory: 'lots' is not a size"),
+    ],
+)
+def test_mistakes_in_a_fleet_to_plan(folder, old, new, words):
+    assert words in paceline(folder, *edited(folder, old, new), code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.csv", "arrival,model,prompt_tokens,output_tokens\n1,x,1,0\n", "trace: model 'x' is not in the fleet"),
+        ("p.json", '{"groups": [{"devices": [0], "parallel": {}, "models": ["x"]}]}', "groups.0.models: no model 'x'"),
+        ("p.json", '{"groups": [{"devices": [9], "parallel": {}, "models": ["a"]}]}', "device 9 is not one of"),
+        ("p.json", '{"groups": [{"devices": [0], "parallel": {}, "models": ["a", "b", "c"]}]}', "weights are more"),
+        ("p.json", '{"groups": [{"devices": [0], "shape": 3}]}', "placement: p.json: Object contains unknown field"),
+    ],
+)
+def test_mistakes_in_what_is_simulated(folder, name, text, words):
+    (folder / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n1,a,1,0\n")
+    (folder / "p.json").write_text('{"groups": [{"devices": [0], "parallel": {}, "models": ["a"]}]}')
+    (folder / name).write_text(text)
+    arguments = ["--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv", "--out", "r"]
+    assert words in paceline(folder, "simulate", "fleet.yaml", *arguments, code=2)
+
+
+def test_models_with_steps_are_planned_by_simulating_them(folder):
+    step = {"linear": [0.01 + 1e-5 * n for n in range(300)], "emit": 0.0, "decode": 0.0, "decode_context": 0.0,
+            "chunk": 0.0, "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
+    entry = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": step, "roofline": {"kv_bytes": 1000}}
+    (folder / "profile.json").write_text(json.dumps({"models": {"llm": entry}}))
+    (folder / "fleet.yaml").write_text(
+        "models:\n  - {name: a, source: 'profile:llm', slo: {ttft: 0.3, tbt: 0.05}, workload: {rate: 2.0, cv: 2.0}}\n"
+        "  - {name: b, source: 'profile:llm', slo: {ttft: 0.3, tbt: 0.05}, workload: {rate: 2.0, cv: 2.0}}\n"
+        "cluster: {devices: 2, memory: 3GiB}\n"
+    )
+    told = paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "p.json", "--duration", "15",
+                    "--seeds", "1", "--quiet")  # fmt: skip
+    assert "100.00%" in told
+    fleet = fleet_file.load(folder / "fleet.yaml")
+    known = planned(fleet, folder / "profile.json")
+    trace = traffic(fleet, known, None, 15.0, 0)
+    assert known.stepwise and set(trace.outputs) == {64}
+    assert load_placement(folder / "p.json").hosts("a")
+
+
+def test_profile_sources_are_not_served(folder):
+    assert "can be planned, not served" in paceline(folder, "serve", "fleet.yaml", code=2)

@@ -1,0 +1,54 @@
+"""`paceline bench` against a real server: every request of a trace is sent, and its fate told."""
+
+import csv
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.system.server import Server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("builtin:coder", "builtin:coder-draft") as server:
+        yield server
+
+
+def bench(server, folder, *arguments):
+    command = [sys.executable, "-m", "paceline.cli.main", "bench", "--url", server.url, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def test_a_trace_is_sent_whole(server, tmp_path):
+    rows = [(0.02 * i, ("coder", "coder-draft")[i % 2], 20 + i, 1 + i % 5) for i in range(30)]
+    text = "arrival,model,prompt_tokens,output_tokens\n" + "".join(",".join(map(str, row)) + "\n" for row in rows)
+    (tmp_path / "t.csv").write_text(text)
+    done = bench(server, tmp_path, "--trace", "t.csv", "--out", "r", "--ttft", "30", "--tbt", "10")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "r/report.json").read_text())
+    assert report["attainment"] == 1.0 and report["models"]["coder"]["requests"] == 15
+    assert report["ttft"]["p50"] > 0 and "coder-draft" in done.stdout
+    with (tmp_path / "r/requests.csv").open() as file:
+        got = list(csv.DictReader(file))
+    assert [(row["model"], int(row["prompt_tokens"]), int(row["output_tokens"])) for row in got] == [
+        row[1:] for row in rows
+    ]
+    assert all(row["status"] == "ok" and row["slo_met"] == "true" for row in got)
+
+
+def test_text_prompts_and_failures_are_told(server, tmp_path):
+    (tmp_path / "t.csv").write_text(
+        "arrival,model,prompt_tokens,output_tokens\n0,coder,5,3\n0,coder,5,1000000\n0,coder,100,0\n"
+    )
+    done = bench(server, tmp_path, "--trace", "t.csv", "--out", "r", "--text")
+    report = json.loads((tmp_path / "r/report.json").read_text())
+    assert done.returncode == 0 and report["status"]["ok"] == 1 and report["status"]["failed"] == 2
+    assert "1 times: 4" in done.stderr
+
+
+def test_a_model_that_is_not_served_is_named(server, tmp_path):
+    (tmp_path / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,nobody,5,3\n")
+    done = bench(server, tmp_path, "--trace", "t.csv", "--out", "r")
+    assert done.returncode == 2 and "model 'nobody' is not served; there are coder, coder-draft" in done.stderr
