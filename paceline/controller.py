@@ -117,19 +117,25 @@ class Controller:
         hosts = self._hosts.get(request.model)
         if not hosts:
             return [Event("rejected", now, -1, request.id, detail=f"model: no group serves {request.model!r}")]
-        index = min(hosts, key=lambda i: len(self.groups[i].scheduler.waiting) + len(self.groups[i].scheduler.running))
-        group, reason = self.groups[index], ""
-        scheduler, bound = group.scheduler, group.config.max_waiting
+        reasons = [self._refusal(self.groups[i], request, admitted) for i in hosts]
+        able = [i for i, reason in zip(hosts, reasons, strict=True) if not reason] or hosts[:1]
+        index = min(able, key=lambda i: len(self.groups[i].scheduler.waiting) + len(self.groups[i].scheduler.running))
+        scheduler, reason = self.groups[index].scheduler, reasons[hosts.index(index)]
         if request.id in self.sequences:
             reason = "id: taken by another request"
-        elif not scheduler.fits(request.prompt_tokens, request.max_tokens):
-            reason = "length: the KV cache cannot hold the request even alone"
-        elif bound is not None and len(scheduler.waiting) >= bound and not admitted:
-            reason = "queue: full"
         if reason:
             return [Event("rejected", now, index, request.id, detail=reason)]
         self.sequences[request.id] = index, scheduler.add(request)
         return [Event("accepted", now, index, request.id)]
+
+    def _refusal(self, group: GroupState, request: Request, admitted: bool) -> str:
+        """Why the group cannot take the request; empty: it can."""
+        bound = group.config.max_waiting
+        if not group.scheduler.fits(request.prompt_tokens, request.max_tokens):
+            return "length: the KV cache cannot hold the request even alone"
+        if bound is not None and len(group.scheduler.waiting) >= bound and not admitted:
+            return "queue: full"
+        return ""
 
     def next_batch(self, group: int, now: float) -> Batch | None:
         """The group's next step; None when it has nothing to do or its pipeline is full."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import check_parent
+from paceline.cli.planning import check_parent, make_folder
 from paceline.cli.simulate import report_table
 from paceline.core.request import SLO
 from paceline.metrics.outcomes import STATUSES, Outcomes, report
@@ -23,6 +23,7 @@ from paceline.workload.trace import Trace, load
 
 TOKENS = range(100, 1000)  # ids that prompts are made of: every vocabulary has them
 WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "on", "that")  # a token each, about
+UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError)  # of an answer in another form
 OK, REJECTED, CANCELLED, FAILED = range(len(STATUSES))
 errors = Console(stderr=True)
 
@@ -48,6 +49,7 @@ def bench(
         raise ValueError(f"url: {url!r} is not like http://HOST:PORT")
     check_parent("out", out)
     requests = load(trace)
+    make_folder("out", out)
     known = {entry.name: entry.slo for entry in fleet_file.load(fleet).models} if fleet else {}
     goals = [
         SLO(known[name].ttft, known[name].tbt, known[name].deadline) if name in known else SLO(ttft, tbt, deadline)
@@ -60,7 +62,6 @@ def bench(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     client = Client(url.rstrip("/").removesuffix("/v1"), headers, timeout, text)
     outcomes, late = asyncio.run(client.send(requests))
-    out.mkdir(exist_ok=True)
     outcomes.save(out / "requests.csv", goals)
     summary = report(outcomes, goals) | {"sent_late_p99_s": late}
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
@@ -68,7 +69,7 @@ def bench(
     if late > 0.05:
         errors.print(f"requests were sent up to {late:.2f} s late (P99): this machine cannot send so fast")
     for reason, count in sorted(client.reasons.items()):
-        errors.print(f"{count} times: {reason}", highlight=False, soft_wrap=True)
+        errors.print(f"{count} times: {reason}", highlight=False, soft_wrap=True, markup=False)
     errors.print(f"kept in {out}", highlight=False, soft_wrap=True)
 
 
@@ -111,9 +112,11 @@ class Client:
     async def _check(self, http: httpx.AsyncClient, names: tuple[str, ...]) -> None:
         try:
             answer = await http.get(f"{self.url}/v1/models")
+            answer.raise_for_status()
             served = [model["id"] for model in answer.json()["data"]]
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"url: no server with /v1/models at {self.url}: {error}") from error
+        except (httpx.HTTPError, httpx.InvalidURL, *UNEXPECTED) as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"url: no list of models at {self.url}/v1/models: {text}") from error
         missing = [name for name in names if name not in served]
         if missing:
             raise ValueError(f"trace: model {missing[0]!r} is not served; there are {', '.join(served)}")
@@ -124,7 +127,7 @@ class Client:
     ) -> None:  # fmt: skip
         path, body = self._request(trace, i)
         try:
-            async with http.stream("POST", self.url + path, json=body) as answer:
+            async with asyncio.timeout(self.timeout), http.stream("POST", self.url + path, json=body) as answer:
                 if answer.status_code != 200:
                     self._refused(answer.status_code, await answer.aread())
                     outcomes.statuses[i] = REJECTED if answer.status_code in (429, 503) else FAILED
@@ -134,32 +137,41 @@ class Client:
                     await answer.aread()
                     outcomes.first_tokens[i] = time.perf_counter() - begin
                     outcomes.statuses[i] = OK
-        except httpx.HTTPError as error:
+        except TimeoutError:
+            self.reasons[f"no end within {self.timeout:g} s"] += 1
+        except (httpx.HTTPError, *UNEXPECTED) as error:
             self.reasons[f"{type(error).__name__}: {error}"] += 1
         outcomes.finishes[i] = time.perf_counter() - begin
 
     async def _tokens(
         self, answer: httpx.Response, i: int, begin: float, outcomes: Outcomes, gaps: list[float]
     ) -> None:
-        last, chunks = 0.0, 0
+        """Gaps are between pieces of text, which may be several tokens."""
+        last, chunks, whole = 0.0, 0, False
         async for line in answer.aiter_lines():
             data = line.removeprefix("data:").strip()
             if not line.startswith("data:") or data == "[DONE]":
+                whole |= data == "[DONE]"
                 continue
             event = json.loads(data)
             if "error" in event:
-                self.reasons[str(event["error"].get("message"))] += 1
+                self.reasons[f"in the stream: {event['error']}"] += 1
                 return
             now = time.perf_counter() - begin
             if usage := event.get("usage"):
                 outcomes.outputs[i] = usage["completion_tokens"]
-            if event.get("choices") and event["choices"][0].get("text"):
+            choice = (event.get("choices") or [{}])[0]
+            whole |= choice.get("finish_reason") is not None
+            if choice.get("text"):
+                outcomes.outputs[i] = max(outcomes.outputs[i], chunks + 1)
                 if chunks:
                     gaps.append(now - last)
                 else:
                     outcomes.first_tokens[i] = now
                 last, chunks = now, chunks + 1
-        outcomes.outputs[i] = outcomes.outputs[i] or chunks
+        if not whole:
+            self.reasons["the stream ended early"] += 1
+            return
         if np.isnan(outcomes.first_tokens[i]):  # tokens, but no text
             outcomes.first_tokens[i] = time.perf_counter() - begin
         outcomes.statuses[i] = OK

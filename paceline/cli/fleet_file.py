@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.core.request import MAX_DRAFT_TOKENS
 
@@ -26,11 +26,17 @@ class Workload(BaseModel):
     matter."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-    rate: float | None = Field(default=None, ge=0)  # requests/s
-    cv: float = Field(default=1.0, gt=0)  # of the gaps between them
+    rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # requests/s
+    cv: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # of the gaps between them
     prompt_tokens: int = Field(default=256, ge=1)
     output_tokens: int = Field(default=64, ge=1)
-    trace: str | None = None  # a file instead
+    trace: str | None = None  # a file instead, beside the fleet file
+
+    @model_validator(mode="after")
+    def one_of(self) -> "Workload":
+        if self.trace and self.rate is not None:
+            raise ValueError("rate and trace: one of them, not both")
+        return self
 
 
 class ClusterKeys(BaseModel):
@@ -91,6 +97,9 @@ def load(path: Path) -> FleetFile:
         fleet = FleetFile.model_validate(data)
     except ValidationError as error:
         raise ValueError(f"{path}: {_first(error)}") from error
+    for entry in fleet.models:
+        if entry.workload.trace:
+            entry.workload.trace = str(path.parent / entry.workload.trace)
     names = [entry.name for entry in fleet.models]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

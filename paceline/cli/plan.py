@@ -32,8 +32,10 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the placement here.")] = None,
     duration: Annotated[float | None, typer.Option(min=1.0, help="Seconds of traffic made from workloads.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of workloads and of the search.")] = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="Workloads to judge the result by.")] = 5,
-    effort: Annotated[int, typer.Option(min=0, help="Requests to simulate in local search, for each cell.")] = EFFORT,
+    seeds: Annotated[int, typer.Option(min=1, help="Workloads to judge the result by, without a trace.")] = 5,
+    effort: Annotated[
+        int | None, typer.Option(min=0, help=f"Requests to simulate in local search; default {EFFORT:.0e} a cell.")
+    ] = None,
     quiet: Annotated[bool, typer.Option(help="Without the reasons.")] = False,
 ) -> None:
     """Plan a placement of the fleet's models on its devices.
@@ -41,6 +43,8 @@ def plan(
     Example: paceline plan fleet.yaml --profile profile.json --trace trace.csv --out placement.json
     """
     check_parent("out", out)
+    if trace and duration:
+        raise ValueError("duration: is of workloads, and --trace has its own")
     file = fleet_file.load(fleet)
     known = planned(file, profile)
     expected = traffic(file, known, trace, duration, seed)
@@ -49,29 +53,35 @@ def plan(
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bars:
         task = bars.add_task("planning", total=None)
-        most = STEPWISE_EVALUATIONS * len(expected) if known.stepwise else effort
+        default = STEPWISE_EVALUATIONS * len(expected) if known.stepwise else EFFORT
+        most = default if effort is None else effort
         choice = search(problem, most, seed, lambda text: bars.update(task, description=f"planning: {text}"))
-        took, used = time.perf_counter() - begin, time.process_time() - cpu
+        took, used, simulations = time.perf_counter() - begin, time.process_time() - cpu, problem.evaluations
         placement = problem.placement(choice.shape, choice.member)
         if out:
             save_placement(out, placement)
         bars.update(task, description="what else there is")
         reasons = [] if quiet else why(problem, choice, placement)
         bars.update(task, description="other traffic of the same kind")
-        if trace:
-            others = [expected.between(i * expected.duration / WINDOWS, (i + 1) * expected.duration / WINDOWS)
-                      for i in range(WINDOWS)]  # fmt: skip
+        recorded = trace or all(entry.workload.trace for entry in file.models)
+        if recorded:
+            edges = np.linspace(expected.arrivals[0], expected.arrivals[-1], WINDOWS + 1)
+            edges[-1] = np.inf
+            others = [expected.between(a, b) for a, b in zip(edges, edges[1:], strict=False)]
         else:
             others = [traffic(file, known, None, duration, seed + 1 + i) for i in range(seeds)]
         judged = [known.problem(other).evaluate(choice.shape, choice.member) for other in others]
     console = Console()
     console.print(groups_table(problem, choice, placement))
-    console.print(models_table(known, choice, judged, "parts of the trace" if trace else "other seeds"))
+    console.print(models_table(known, choice, judged, "parts of the trace" if recorded else "other seeds"))
+    left_out = [known.names[m] for m in np.flatnonzero(~choice.member.any(0))]
+    if left_out:
+        errors.print(f"[red]not placed: {names_of(left_out)}; there is no memory left for them[/red]", soft_wrap=True)
     for line in reasons:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
-        f"planned in {took:.2f} s ({used:.2f} CPU seconds, {problem.evaluations} simulations of "
-        f"{len(expected)} requests)", highlight=False,
+        f"planned in {took:.2f} s ({used:.2f} CPU seconds, {simulations} simulations of up to {len(expected)} "
+        "requests)", highlight=False,
     )  # fmt: skip
     if known.error:
         console.print(
@@ -83,7 +93,7 @@ def plan(
 def why(problem: Problem, choice: Choice, placement: Placement) -> list[str]:
     """A line for each group, and the runners-up."""
     here, lines = choice.outcome.attainment, ["", "why these groups, by what others would lose:"]
-    order = sorted(range(len(choice.shape)), key=lambda g: -float(choice.outcome.busy[g].sum()))[:EXPLAINED]
+    order = sorted(range(len(choice.shape)), key=lambda g: -int(choice.outcome.asked[g]))[:EXPLAINED]
     for g in order:
         group = problem.shapes[choice.shape[g]]
         alternatives = explain.of_group(problem, choice, g)
@@ -110,7 +120,9 @@ def groups_table(problem: Problem, choice: Choice, placement: Placement) -> Tabl
     for column in ("group", "devices", "(pipeline,tensor)", "models"):
         table.add_column(column)
     for index, group in enumerate(placement.groups):
-        devices = f"{group.devices[0]}-{group.devices[-1]}" if len(group.devices) > 1 else str(group.devices[0])
+        first, last, count = group.devices[0], group.devices[-1], len(group.devices)
+        row = count > 2 and last - first == count - 1
+        devices = f"{first}-{last}" if row else ",".join(map(str, group.devices))
         table.add_row(str(index), devices, str(group.parallel), names_of(group.models))
     return table
 
@@ -124,11 +136,11 @@ def models_table(known: Planned, choice: Choice, judged: list, others: str) -> T
     if len(rows) > 24:  # the worst
         rows = sorted(rows, key=lambda m: _share(choice.outcome, m))[:24]
     for m in rows:
-        shares = [_share(outcome, m) for outcome in judged]
+        shares = [_share(outcome, m) for outcome in judged if outcome.requests[m]] or [1.0]
         cells = f"{_share(choice.outcome, m):.2%}", f"{np.mean(shares):.2%} ± {np.std(shares):.2%}"
         replicas = str(int(choice.member[:, m].sum()))
         table.add_row(known.models[m].name, str(int(choice.outcome.requests[m])), replicas, *cells)
-    shares = [outcome.attainment for outcome in judged]
+    shares = [outcome.attainment for outcome in judged if outcome.requests.sum()]
     whole = f"{choice.outcome.attainment:.2%}", f"{np.mean(shares):.2%} ± {np.std(shares):.2%}"
     table.add_row("all", str(int(choice.outcome.requests.sum())), str(choice.outcome.replicas), *whole)
     return table

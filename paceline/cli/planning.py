@@ -82,12 +82,11 @@ class Planned:
         """To place the models for this traffic. A stepwise model keeps room for KV of two mean requests at least."""
         slo = [np.inf if model.slo.deadline is None else model.slo.deadline for model in self.models]
         tokens = [_mean(trace.prompts + trace.outputs, trace.models == m) for m in range(len(self.models))]
-        reserve = [
-            int(2 * count + 32) * model.kv_bytes for model, count in zip(self.models, tokens, strict=True)
-        ]
+        reserve = [int(2 * count + 32) * model.kv_bytes for model, count in zip(self.models, tokens, strict=True)]
         tables = [self._table(m, model, trace) for m, model in enumerate(self.models)]
         return Problem(
             cluster or self.cluster, tables, slo, trace.arrivals, trace.models, rule, reserve=reserve,
+            kinds=[int(model.step_time is not None) for model in self.models],
             judge=judge(self.models, trace, self.cluster.memory) if self.stepwise else None,
         )  # fmt: skip
 
@@ -110,11 +109,13 @@ class Planned:
 def planned(fleet: FleetFile, profile: Path | None) -> Planned:
     """Raises ValueError naming what is missing."""
     file = PlanningProfile.load(profile) if profile else None
-    models = [_model(entry, file) for entry in fleet.models]
-    return Planned(models, _cluster(fleet), file.error if file else None)
+    errors: dict[str, float] = dict(file.error or {}) if file else {}
+    models = [_model(entry, file, errors) for entry in fleet.models]
+    return Planned(models, _cluster(fleet), errors or None)
 
 
-def _model(entry: Entry, file: PlanningProfile | None) -> SimulatedModel:
+def _model(entry: Entry, file: PlanningProfile | None, errors: dict[str, float]) -> SimulatedModel:
+    """`errors` are of predictions: the largest of the profiles that are used."""
     slo = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
     known = file.models if file else {}
     name = entry.source.removeprefix("profile:")
@@ -131,6 +132,8 @@ def _model(entry: Entry, file: PlanningProfile | None) -> SimulatedModel:
             f"source: {entry.source!r} has no profile on this machine; run `paceline profile {entry.source}` "
             f"first, or give --profile FILE with a model {entry.name!r}"
         )
+    for name, value in (("p50", found.error.p50), ("p95", found.error.p95)):
+        errors[name] = max(errors.get(name, 0.0), value)
     floor = found.roofline
     table = _from_config(entry, path, floor.weight_bytes)
     return SimulatedModel(table, slo, found.step_time, floor.kv_bytes)
@@ -142,9 +145,13 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
         where, stages = f"profile: {name}.parallel.{index}", one.pipeline
         if len(one.stage_weight_bytes) != stages:
             raise ValueError(f"{where}.stage_weight_bytes: {len(one.stage_weight_bytes)} for {stages} stages")
+        if stages < 1 or one.tensor < 1:
+            raise ValueError(f"{where}: pipeline {stages} and tensor {one.tensor} must be at least 1")
         latency = {int(size): tuple(seconds) for size, seconds in (one.stage_latency or {}).items()}
         if any(len(seconds) != stages for seconds in latency.values()) or (latency and 1 not in latency):
             raise ValueError(f"{where}.stage_latency: needs batch size 1, and a time for each of {stages} stages")
+        if any(not value >= 0 for seconds in latency.values() for value in seconds):
+            raise ValueError(f"{where}.stage_latency: a time is not at least 0")
         if not latency and entry.step_time is None:
             raise ValueError(f"{where}: neither stage_latency (one-shot) nor step_time (autoregressive) is there")
         weights = tuple(int(bytes_) for bytes_ in one.stage_weight_bytes)
@@ -155,6 +162,8 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
         step = msgspec.convert(entry.step_time, StepTime)
     except msgspec.ValidationError as error:
         raise ValueError(f"profile: {name}.step_time: {error}") from error
+    if len(step.linear) < 2:
+        raise ValueError(f"profile: {name}.step_time.linear: needs times of steps of 0, 1 and more tokens")
     if set(shapes) == {Parallel()}:  # nothing else was measured: stages of equal layers
         whole = shapes[Parallel()].stage_weight_bytes[0]
         for pipeline in PIPELINES[1:]:
@@ -190,25 +199,48 @@ def _cluster(fleet: FleetFile) -> Cluster:
 def traffic(fleet: FleetFile, plan: Planned, trace: Path | None, duration: float | None, seed: int) -> Trace:
     """A trace file's requests, or those of the models' workloads. Raises ValueError."""
     if trace:
-        return load(trace).named(plan.names)
-    rates = [entry.workload.rate or 0.0 for entry in fleet.models]
-    if not any(rates) and not any(entry.workload.trace for entry in fleet.models):
-        raise ValueError("workload.rate: no model has a rate above 0 or a trace; or give --trace FILE")
-    wanted = STEPWISE_REQUESTS if plan.stepwise else REQUESTS
-    duration = duration or min(3600.0, max(10.0, wanted / sum(rates))) if sum(rates) else duration or 60.0
+        found = load(trace).named(plan.names)
+    else:
+        rates = [entry.workload.rate or 0.0 for entry in fleet.models]
+        if duration is None and any(rates):
+            wanted = STEPWISE_REQUESTS if plan.stepwise else REQUESTS
+            duration = min(3600.0, max(10.0, wanted / sum(rates)))
+        one_shot = [model.step_time is None for model in plan.models]
+        found = workloads(fleet, rates, None, duration, seed, one_shot)
+    if not len(found):
+        raise ValueError("trace: has no requests, and there is nothing to plan for")
+    return found
+
+
+def workloads(
+    fleet: FleetFile, rates: list[float], cv: float | None, duration: float | None, seed: int, one_shot: list[bool]
+) -> Trace:
+    """Requests of the models' workloads, at these rates, with their own burstiness or `cv`; recorded ones as they are,
+    up to `duration` (None: all). Raises ValueError."""
     streams, lengths = {}, {}
-    for index, entry in enumerate(fleet.models):
+    for index, (entry, rate) in enumerate(zip(fleet.models, rates, strict=True)):
         work = entry.workload
         if work.trace:
-            recorded = load(Path(work.trace), entry.name).between(0.0, duration)
+            recorded = load(Path(work.trace), entry.name).of_model(entry.name).between(0.0, duration or float("inf"))
             streams[entry.name] = recorded.arrivals
             lengths[entry.name] = recorded.prompts, recorded.outputs
         else:
-            times = arrivals.gamma(work.rate or 0.0, work.cv, duration, 1000 * seed + index)
-            output = work.output_tokens if plan.models[index].step_time else 0
+            times = arrivals.gamma(rate, cv or work.cv, duration or 60.0, 1000 * seed + index)
+            output = 0 if one_shot[index] else work.output_tokens
             streams[entry.name] = times
             lengths[entry.name] = np.full(len(times), work.prompt_tokens), np.full(len(times), output)
+    if not any(rates) and not any(entry.workload.trace for entry in fleet.models):
+        raise ValueError("workload.rate: no model has a rate above 0 or a trace; or give --trace or --total-rate")
     return Trace.of(streams, lambda name, count: lengths[name])
+
+
+def make_folder(option: str, path: Path) -> None:
+    """Before the work that is to be kept in it. Raises ValueError."""
+    try:
+        path.mkdir(exist_ok=True)
+        (path / "report.json").touch()
+    except OSError as error:
+        raise ValueError(f"{option}: {path}: {error.strerror}") from error
 
 
 class PlacementFile(msgspec.Struct, forbid_unknown_fields=True):

@@ -123,7 +123,10 @@ def find_models(
     if len(sources) == 1 and sources[0].endswith((".yaml", ".yml")):
         if quantization != "none" or slo != NO_SLO:
             raise ValueError("quantization, tbt-goal: with a fleet file they are keys of its models: quantization, slo")
-        entries = fleet_file.load(Path(sources[0])).models
+        file = fleet_file.load(Path(sources[0]))
+        entries = file.models
+        if file.cluster != fleet_file.ClusterKeys():
+            console.print("cluster: is for plan and simulate; each model is served by a worker of its own")
     else:
         goals = fleet_file.Goals.model_construct(ttft=slo.ttft, tbt=slo.tbt)
         entries = [

@@ -1,7 +1,7 @@
 """`paceline simulate`: a trace through a placement, in virtual time."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import check_parent, load_placement, planned
+from paceline.cli.planning import check_parent, load_placement, make_folder, planned
 from paceline.core.cluster import Cluster
 from paceline.metrics.outcomes import report
 from paceline.placement.dispatch import RULES
@@ -17,6 +17,7 @@ from paceline.placement.problem import ALPASERVE, ALPASERVE_EVENTS, Problem, Tim
 from paceline.simulator.fleet import FleetRun, run, timeline
 from paceline.workload.trace import load
 
+SHOWN = 5000  # spans of a row of the picture
 TIMINGS = {"plain": Timing(), "alpaserve": ALPASERVE, "alpaserve_events": ALPASERVE_EVENTS}
 
 
@@ -38,6 +39,8 @@ def simulate(
         if value not in valid:
             raise ValueError(f"{option}: {value!r} is not one of {', '.join(valid)}")
     check_parent("out", out)
+    if plot:
+        picture()
     known = planned(fleet_file.load(fleet), profile)
     where, requests = load_placement(placement), load(trace).named(known.names)
     used = [device for group in where.groups for device in group.devices]
@@ -55,10 +58,10 @@ def simulate(
             f"placement: groups.{over[0]}.models: their weights are more than the {known.cluster.memory} bytes of a "
             "device; fewer models, more devices, or memory in the fleet file's cluster"
         )
+    make_folder("out", out)
     result = run(known.models, where, requests, problem, known.cluster.memory)
-    out.mkdir(exist_ok=True)
     result.outcomes.save(out / "requests.csv", known.goals)
-    summary = report(result.outcomes, known.goals, result.devices(where))
+    summary = report(result.outcomes, known.goals, result.devices(where)) | {"prediction_error": known.error}
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
     if plot:
         draw(result, out / "timeline.png")
@@ -87,24 +90,30 @@ def _three(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def draw(result: FleetRun, path: Path) -> None:
-    """A row for each stage; darker where a step had more tokens."""
+def picture() -> Any:
+    """Raises ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("plot: needs matplotlib; install paceline[plot]") from None
+    return Figure
+
+
+def draw(result: FleetRun, path: Path) -> None:
+    """A row for each stage; darker where a step had more tokens. The first SHOWN of each row."""
     rows = list(timeline(result))
-    figure = Figure(figsize=(12, 1.5 + 0.35 * max(1, len(rows))), layout="constrained")
+    figure = picture()(figsize=(12, 1.5 + 0.35 * max(1, len(rows))), layout="constrained")
     axes = figure.subplots()
     most = max((size for _, spans in rows for _, _, size in spans), default=1)
     for height, (_, spans) in enumerate(rows):
-        shown = spans[:2000]
+        shown = spans[:SHOWN]
         axes.broken_barh(
             [(begin, end - begin) for begin, end, _ in shown], (height - 0.4, 0.8),
             facecolors=[(0.1, 0.3, 0.7, 0.25 + 0.75 * size / most) for _, _, size in shown],
         )  # fmt: skip
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.set_xlabel("seconds")
+    cut = any(len(spans) > SHOWN for _, spans in rows)
+    axes.set_xlabel("seconds" + f" (the first {SHOWN} of each row)" * cut)
     figure.savefig(path)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import check_parent
+from paceline.cli.planning import check_parent, workloads
 from paceline.workload import arrivals
 from paceline.workload.trace import Trace, joint_lengths, load, spread
 
@@ -31,31 +31,29 @@ def make(
     lengths: Annotated[Path | None, typer.Option(help="A recording that only lengths are taken from.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Make a trace of a fleet's workloads.
+    """Make a trace of a fleet's workloads; models with a deadline are one-shot and have no output.
 
     Example: paceline trace make fleet.yaml --duration 600 --total-rate 8 --cv 4 --out trace.csv
     """
     check_parent("out", out)
-    entries = fleet_file.load(fleet).models
-    names = [entry.name for entry in entries]
-    rates = [entry.workload.rate or 0.0 for entry in entries]
+    if recorded and (cv is not None or lengths):
+        raise ValueError("recorded: has its own burstiness and lengths; without --cv and --lengths")
+    file = fleet_file.load(fleet)
+    names = [entry.name for entry in file.models]
+    rates = [entry.workload.rate or 0.0 for entry in file.models]
     if total_rate is not None:
         rates = arrivals.power_law(total_rate, len(names), power)
-    if not any(rates):
-        raise ValueError("workload.rate: no model has a rate above 0; or give --total-rate")
     if recorded:
+        if not any(rates):
+            raise ValueError("workload.rate: no model has a rate above 0; or give --total-rate")
         made = spread(load(recorded, "recorded"), names, rates, duration, seed)
     else:
-        streams = {
-            entry.name: arrivals.gamma(rate, cv or entry.workload.cv, duration, 1000 * seed + index)
-            for index, (entry, rate) in enumerate(zip(entries, rates, strict=True))
-        }
-        own = {e.name: ([e.workload.prompt_tokens], [e.workload.output_tokens]) for e in entries}
-        draw = lambda name, count: (own[name][0] * count, own[name][1] * count)  # noqa: E731
+        one_shot = [entry.slo.deadline is not None for entry in file.models]
+        made = workloads(file, rates, cv, duration, seed, one_shot)
         if lengths:
             known = load(lengths, "lengths")
             draw = joint_lengths(list(zip(known.prompts.tolist(), known.outputs.tolist(), strict=True)), seed)
-        made = Trace.of(streams, draw)
+            made = Trace.of({name: made.of_model(name).arrivals for name in made.names}, draw)
     made.save(out)
     Console().print(described(made))
 

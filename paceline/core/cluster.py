@@ -51,6 +51,10 @@ class Placement:
                     f"groups.{index}.parallel: {group.parallel} needs {group.parallel.devices} devices, "
                     f"the group has {len(group.devices)}"
                 )
+            if min(group.devices, default=0) < 0:
+                raise ValueError(f"groups.{index}.devices: {min(group.devices)} is not at least 0")
+            if len(set(group.models)) < len(group.models):
+                raise ValueError(f"groups.{index}.models: a model is there twice: {', '.join(group.models)}")
             twice = used & set(group.devices) or {d for d in group.devices if group.devices.count(d) > 1}
             if twice:
                 raise ValueError(f"groups.{index}.devices: device {min(twice)} is used twice")

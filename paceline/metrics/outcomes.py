@@ -103,7 +103,8 @@ def _part(outcomes: Outcomes, met: Bools, mine: Bools) -> dict[str, Any]:
         "status": {name: int((outcomes.statuses[mine] == i).sum()) for i, name in enumerate(STATUSES)},
         "latency": percentiles(outcomes.finishes[done] - outcomes.arrivals[done]),
     }
-    if outcomes.outputs[done].any():
+    done &= outcomes.outputs > 0
+    if done.any():
         result["ttft"] = percentiles(outcomes.first_tokens[done] - outcomes.arrivals[done])
         known = [gaps for model, gaps in outcomes.gaps.items() if mine[outcomes.models == model].any()]
         result["tbt"] = percentiles(np.concatenate(known) if known else outcomes.mean_gaps[done])

@@ -20,7 +20,8 @@ def clockwork(problem: Problem, window: float) -> list[tuple[float, Choice]]:
     """Clockwork++: a selective replication for every `window` seconds, made for that window's own requests; models are
     swapped for free. Nobody can do that: a bound. (Begin, placement) of each window."""
     found = []
-    for begin in np.arange(0.0, max(problem.times[-1], window) if len(problem.times) else window, window):
+    last = float(problem.times[-1]) if len(problem.times) else 0.0
+    for begin in window * np.arange(int(last / window) + 1):
         now = (problem.times >= begin) & (problem.times < begin + window)
         some = replace(problem, times=problem.times[now], models=problem.models[now])
         found.append((float(begin), selective_replication(some)))
@@ -30,15 +31,14 @@ def clockwork(problem: Problem, window: float) -> list[tuple[float, Choice]]:
 def round_robin(problem: Problem, shape: Ints) -> Choice:
     """Models one after the other to the next group that has room, until none has."""
     member = np.zeros((len(shape), len(problem.tables)), np.bool_)
-    free, g, idle = problem.free(shape, member), 0, 0
+    g, idle = 0, 0
     while idle < len(problem.tables):
         for m in range(len(problem.tables)):
             idle += 1
             for step in range(len(shape)):
                 at = (g + step) % len(shape)
-                if not member[at, m] and (problem.weight[m, shape[at]] <= free[at]).all():
+                if problem.room(shape[at], member[at])[m]:
                     member[at, m] = True
-                    free[at] -= np.where(np.isfinite(problem.weight[m, shape[at]]), problem.weight[m, shape[at]], 0.0)
                     g, idle = at + 1, 0
                     break
     return Choice(shape, member, problem.evaluate(shape, member))
@@ -55,5 +55,5 @@ def alone(problem: Problem, p: int, order: Sequence[int] | None = None) -> Choic
     shape = np.full(groups, p, np.int64)
     member = np.zeros((groups, len(problem.tables)), np.bool_)
     for g, m in zip(range(groups), range(len(problem.tables)) if order is None else order, strict=False):
-        member[g, m] = (problem.weight[m, p] <= problem.cluster.memory).all()
+        member[g, m] = problem.room(p, member[g])[m]
     return Choice(shape, member, problem.evaluate(shape, member))

@@ -45,9 +45,9 @@ def replay(  # type: ignore[no-untyped-def]
     stages [shapes]; shape [groups]; member [groups, models]. delays: seconds from arrival to the group, from there to
     its first stage, what is added for the prediction, and to what it takes.
 
-    Adds up: good [models], seconds of those (waited [models]), requests sent to each group (asked [groups]) and of
-    its stages' time (busy [groups, stages]). Fills in finish [n] and owner [n] (-1: none, -2 - group: rejected by it)
-    where they have room.
+    Adds up: good [models], seconds of those (waited [models]), requests sent to each group (asked [groups]). Where
+    finish [n] has room, fills in that and owner [n] (-1: none, -2 - group: rejected by it), and adds up what stages
+    run (busy [groups, stages], seconds).
     """
     groups, widest = member.shape[0], latency.shape[2]
     begins = np.zeros(member.shape[1] + 1, np.int64)
@@ -82,7 +82,7 @@ def replay(  # type: ignore[no-untyped-def]
             if rule == LAST_STAGE:
                 value = clocks[g, stages[p] - 1]
             elif rule == FINISH:
-                value = passed(clocks[g], latency[m, p], stages[p], now)
+                value = passed(clocks[g], latency[m, p], stages[p], now + to_group)
             else:
                 value, before, j = 0.0, -1, first[g]
                 while j >= 0:
@@ -101,21 +101,23 @@ def replay(  # type: ignore[no-untyped-def]
             continue
         asked[chosen] += 1
         p = shape[chosen]
-        end = passed(clocks[chosen], latency[m, p], stages[p], now + to_group)
+        end = best
+        if rule != FINISH:
+            end = passed(clocks[chosen], latency[m, p], stages[p], now + to_group)
         accepted = end + margin - now <= slo[m]
         if accepted:
             enter(clocks[chosen], latency[m, p], stages[p], now + to_group)
             if to_stage > 0:
                 end = enter(taken[chosen], latency[m, p], stages[p], now + to_group + to_stage)
             end += overhead
-            for k in range(stages[p]):
-                busy[chosen, k] += latency[m, p, k]
             if end - now <= slo[m]:
                 good[m] += 1
                 waited[m] += end - now
         if keep:
             finish[i] = end if accepted else now + to_group
             owner[i] = chosen if accepted else -2 - chosen
+            for k in range(stages[p] if accepted else 0):
+                busy[chosen, k] += latency[m, p, k]
         if rule == IN_FLIGHT:
             reply[i] = end if accepted else now + to_group
             following[i], first[chosen] = first[chosen], i

@@ -6,7 +6,7 @@ import numpy as np
 
 from paceline.placement.baselines import clockwork, selective_replication
 from paceline.placement.greedy import Choice, fill
-from paceline.placement.problem import Problem
+from paceline.placement.problem import Problem, assign
 from paceline.placement.search import uniform
 
 
@@ -28,6 +28,8 @@ def of_group(problem: Problem, choice: Choice, g: int) -> list[Alternative]:
         others.append([int(one[0])] * size)
     for shapes in others:
         shape = np.concatenate([choice.shape[keep], shapes]).astype(np.int64)
+        if assign(problem.cluster, problem.largest_first(shape)) is None:
+            continue
         member = np.zeros((len(shape), len(problem.tables)), np.bool_)
         member[: len(keep)] = choice.member[keep]
         if len(shapes) == 1:
@@ -54,9 +56,7 @@ def policies(problem: Problem, window: float) -> list[Alternative]:
 
 def _that_fit(problem: Problem, models: np.ndarray, p: int) -> np.ndarray:
     """Of these models as many as fit the shape, those with most requests first."""
-    kept, free = np.zeros_like(models), np.full(problem.latency.shape[2], float(problem.cluster.memory))
+    kept = np.zeros_like(models)
     for m in sorted(np.flatnonzero(models), key=lambda m: -problem.requests[m]):
-        if (problem.weight[m, p] <= free).all():
-            kept[m] = True
-            free -= problem.weight[m, p]
+        kept[m] = problem.room(p, kept)[m]
     return kept

@@ -1,6 +1,7 @@
 """Which models each group has, for given groups (AlpaServe, section 4.2, Algorithm 1, and its fast heuristic)."""
 
 from heapq import heapify, heappop, heappush
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -27,12 +28,11 @@ def beam_search(problem: Problem, shape: Ints, beam: int = 1) -> Choice:
     while front:
         seen: dict[tuple[tuple[int, bytes], ...], Choice] = {}
         for member in front:
-            free = problem.free(shape, member)
-            for g, m in zip(*np.nonzero(~member), strict=True):
-                if (problem.weight[m, shape[g]] <= free[g]).all():
+            for g, p in enumerate(shape):
+                for m in np.flatnonzero(problem.room(p, member[g])):
                     more = member.copy()
                     more[g, m] = True
-                    key = tuple(sorted((int(p), row.tobytes()) for p, row in zip(shape, more, strict=True)))
+                    key = tuple(sorted((int(q), row.tobytes()) for q, row in zip(shape, more, strict=True)))
                     if key not in seen:
                         seen[key] = Choice(shape, more, problem.evaluate(shape, more))
         ranked = sorted(seen.values(), key=lambda choice: choice.outcome.score, reverse=True)[:beam]
@@ -56,23 +56,23 @@ def fill(problem: Problem, shape: Ints, member: Bools | None = None, at_a_time: 
 
 
 def add(problem: Problem, shape: Ints, member: Bools, outcome: Outcome, most: int) -> int:
-    """Adds up to so many replicas to `member`, at most one a group, by what was unserved and asked; how many."""
-    free = problem.free(shape, member)
+    """Adds up to so many replicas to `member`, in turn to each group, by what was unserved and asked; how many."""
     unserved = [(-float(bad), m) for m, bad in enumerate(outcome.bad) if bad]
     heapify(unserved)
-    added = 0
-    for g in np.argsort(outcome.asked, kind="stable"):
-        passed = []
+    added, last = 0, 0
+    for g in cycle(np.argsort(outcome.asked, kind="stable")):
+        room, passed = problem.room(shape[g], member[g]), list[tuple[float, int]]()
+        last += 1
         while unserved:
             bad, m = heappop(unserved)
-            if not member[g, m] and (problem.weight[m, shape[g]] <= free[g]).all():
+            if room[m]:
                 member[g, m] = True
-                added += 1
+                added, last = added + 1, 0
                 passed.append((bad / 2, m))
                 break
             passed.append((bad, m))
         for one in passed:
             heappush(unserved, one)
-        if added == most:
+        if added == most or last == len(shape):
             break
     return added

@@ -37,7 +37,9 @@ def improve(problem: Problem, choice: Choice, evaluations: int, seed: int) -> Ch
 def gain_replica(problem: Problem, now: Choice, random: np.random.Generator) -> Change:
     """A model with unserved requests comes to a group; others go where there is no room."""
     m = _unserved(now, random)
-    groups = np.flatnonzero(~now.member[:, m] & np.isfinite(problem.latency[m, now.shape, 0]))
+    kinds = np.array(problem.kinds or [0] * len(problem.tables))
+    strangers = now.member[:, kinds != kinds[m]].any(1)
+    groups = np.flatnonzero(~now.member[:, m] & ~strangers & np.isfinite(problem.latency[m, now.shape, 0]))
     if not len(groups):
         return None
     g, member = int(random.choice(groups)), now.member.copy()
@@ -152,16 +154,13 @@ def _regrouped(
     member = np.concatenate([now.member[keep], np.zeros((len(new), now.member.shape[1]), np.bool_)])
     homeless = np.flatnonzero(now.member[old].any(0))
     order = homeless[np.argsort(-problem.requests[homeless] + random.random(len(homeless)), kind="stable")]
-    free = np.full((len(new), problem.latency.shape[2]), float(problem.cluster.memory))
     for turn in range(len(new)):  # a replica each before any has two
         for m in order:
             room = [
-                (float((free[i] - problem.weight[m, p]).min()), -i)
-                for i, p in enumerate(shape[len(keep) :])
-                if not member[len(keep) + i, m] and (problem.weight[m, p] <= free[i]).all()
+                (float((problem.weight[:, shape[g]][member[g]].sum(0) + problem.weight[m, shape[g]]).max()), g)
+                for g in range(len(keep), len(shape))
+                if problem.room(shape[g], member[g])[m]
             ]
             if room and (turn == 0 or random.random() < 0.7):
-                i = -max(room)[1]
-                member[len(keep) + i, m] = True
-                free[i] -= problem.weight[m, shape[len(keep) + i]]
+                member[min(room)[1], m] = True
     return shape, member

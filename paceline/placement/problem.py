@@ -48,7 +48,7 @@ class Outcome:
     good: Ints  # [models]
     waited: Floats  # [models]: seconds of the good ones
     asked: Ints  # [groups]: requests sent there, rejected ones included
-    busy: Floats  # [groups, stages]
+    busy: Floats  # [groups, stages]; of a whole evaluation
     replicas: int
     finish: Floats  # [requests]; empty unless asked for
     owner: Ints  # [requests]: group; -1: nobody has the model; -2 - group: rejected there
@@ -60,7 +60,7 @@ class Outcome:
     @property
     def attainment(self) -> float:
         """Share of the requests that meet their goals; 1 of none."""
-        return float(self.good.sum() / max(1, self.requests.sum())) if self.requests.sum() else 1.0
+        return float(self.good.sum() / self.requests.sum()) if self.requests.sum() else 1.0
 
     @property
     def score(self) -> Score:
@@ -84,6 +84,7 @@ class Problem:
     rule: str = "finish"  # of dispatch
     timing: Timing = Timing()
     reserve: Sequence[int] = ()  # bytes beside the weights, by model, over all devices of its group (its KV cache)
+    kinds: Sequence[int] = ()  # of the models: a group has models of one kind
     judge: "Judge | None" = None  # simulates models that are not one-shot; None: there are none
     shapes: list[Parallel] = field(init=False)
     stages: Ints = field(init=False)  # [shapes]
@@ -117,6 +118,7 @@ class Problem:
             self.latency = self.latency.astype(np.float32).astype(np.float64)
             self.goal = self.goal.astype(np.float32).astype(np.float64)
         self.requests = np.bincount(self.models, minlength=len(self.tables)).astype(np.int64)
+        self._kinds = np.array(self.kinds or [0] * len(self.tables))
         self._everybody = np.ones(len(self.tables), np.bool_)
 
     def evaluate(self, shape: Ints, member: Bools, active: Bools | None = None, whole: bool = False) -> Outcome:
@@ -150,13 +152,29 @@ class Problem:
                     some = " ".join(str(p) for p in sorted(self.tables[names[name]].shapes))
                     raise ValueError(f"groups.{g}.parallel: {name!r} has no shape {group.parallel}; it has {some}")
                 member[g, names[name]] = True
+            if group.models and group.parallel not in self.shapes:
+                raise ValueError(
+                    f"groups.{g}.parallel: {group.parallel} needs {group.parallel.tensor} devices in a node; there are "
+                    f"{self.cluster.devices_per_node}, and {self.cluster.devices} in all"
+                )
             if group.models:
                 shape[g] = self.shapes.index(group.parallel)
         return shape, member
 
+    def order(self, shape: Ints) -> list[int]:
+        """In which devices are given to groups: wide stages first, then large groups, then as they are."""
+        return sorted(range(len(shape)), key=lambda g: (-self.shapes[shape[g]].tensor, -self.devices[shape[g]], g))
+
+    def canonical(self, shape: Ints, member: Bools) -> tuple[Ints, Bools]:
+        """The same groups in the order that they have in a placement."""
+        order, devices = self.order(shape), assign(self.cluster, self.largest_first(shape))
+        assert devices is not None, "infeasible groups"
+        places = [order[i] for i in sorted(range(len(order)), key=lambda i: devices[i])]
+        return shape[places], member[places]
+
     def placement(self, shape: Ints, member: Bools) -> Placement:
-        """With devices: larger groups first, those of equal size in order; a tensor group stays in one node."""
-        order = sorted(range(len(shape)), key=lambda g: (-self.shapes[shape[g]].tensor, -self.devices[shape[g]], g))
+        """With devices; a stage's are in one node."""
+        order = self.order(shape)
         devices = assign(self.cluster, [self.shapes[shape[g]] for g in order])
         assert devices is not None, "infeasible groups"
         groups = [
@@ -167,17 +185,27 @@ class Problem:
 
     def largest_first(self, shape: Ints) -> list[Parallel]:
         """The groups' shapes in the order in which devices are given to them."""
-        return sorted((self.shapes[p] for p in shape), key=lambda p: (-p.tensor, -p.devices))
+        return [self.shapes[shape[g]] for g in self.order(shape)]
 
     def free(self, shape: Ints, member: Bools) -> Floats:
         """Bytes left on a device of each stage [groups, stages]; what is no stage has none to give."""
         weight = np.where(np.isfinite(self.weight), self.weight, 0.0)
-        used = np.stack([weight[member[g], shape[g]].sum(0) for g in range(len(shape))])
-        return self.cluster.memory - used
+        used = [weight[member[g], shape[g]].sum(0) for g in range(len(shape))]
+        return self.cluster.memory - np.array(used).reshape(len(shape), weight.shape[2])
+
+    def room(self, p: int, mine: Bools) -> Bools:
+        """Which models could join a group of shape p that has `mine` [models]: memory, shape and kind allow it."""
+        weight = self.weight[:, p]
+        fits: Bools = (weight <= self.cluster.memory - weight[mine].sum(0)).all(1) & ~mine
+        if mine.any():
+            fits &= self._kinds == self._kinds[mine.argmax()]
+        return fits
 
     def fits(self, shape: Ints, member: Bools) -> bool:
         """Whether there are devices for the groups, models have their groups' shapes, and fit every device's memory."""
         if assign(self.cluster, self.largest_first(shape)) is None:
+            return False
+        if any(len(set(self._kinds[row])) > 1 for row in member):
             return False
         has = all(np.isfinite(self.latency[np.flatnonzero(member[g]), p, 0]).all() for g, p in enumerate(shape))
         return bool(has and (self.free(shape, member) >= 0).all())

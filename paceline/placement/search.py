@@ -16,31 +16,50 @@ from itertools import combinations
 
 import numpy as np
 
+from paceline.core.cluster import Parallel
 from paceline.placement.greedy import Choice, fill
 from paceline.placement.improve import improve
-from paceline.placement.problem import Ints, Problem
+from paceline.placement.problem import Bools, Ints, Problem, assign
+from paceline.placement.tables import ModelTable, ShapeTable
 
 CELL = 64  # devices
-EFFORT = 20_000_000  # simulated requests to spend on local search, for each cell
+MOST = 20_000  # simulations of local search
+EFFORT = 10_000_000  # simulated requests to spend on local search, for each cell
 BUCKETS = 3  # at most
+GAPS = 3  # between latencies, at which buckets may end
+ROUNDS = 24  # of the fast heuristic: with more replicas to place several are placed between simulations
+LIKELY = 2  # shapes that buckets are tried with: those that are best for all models
 APART = 1.25  # latencies whose ratio is below are of one bucket
 Progress = Callable[[str], None]
 Part = tuple[Ints, Problem, Choice]  # some of the models, on their own
 
 
 def plan(problem: Problem, effort: int = EFFORT, seed: int = 0, progress: Progress = lambda text: None) -> Choice:
-    """The best placement found. Deterministic for a seed. Raises ValueError for a model that fits nowhere."""
+    """The best placement found; groups in the order of `Problem.placement`. Deterministic for a seed.
+
+    Models without requests get a replica where room is left. Raises ValueError for a model that fits nowhere.
+    """
     refuse_misfits(problem)
-    cells = -(-problem.cluster.devices // CELL)
-    if cells == 1:
-        return solve(problem, effort, seed, progress)
     parts = []
-    for index, (models, devices) in enumerate(split_cells(problem, cells)):
-        progress(f"cell {index + 1} of {cells}")
-        some = part(problem, models, devices)
-        parts.append((models, some, solve(some, effort, seed + index)))
-        problem.evaluations += some.evaluations
-    return joined(problem, parts)
+    cells = split_cells(problem)
+    for index, (mine, devices) in enumerate(cells):
+        progress(f"cell {index + 1} of {len(cells)}" if cells[1:] else "")
+        models = np.flatnonzero(np.bincount(problem.models[mine], minlength=len(problem.tables)))
+        some = part(problem, models, devices, mine) if cells[1:] else problem
+        if some is not None:
+            parts.append((models if cells[1:] else np.arange(len(problem.tables)), some,
+                          solve(some, effort, seed + index, progress)))  # fmt: skip
+            problem.evaluations += some.evaluations * (some is not problem)
+    found = [joined(problem, parts)] if cells[1:] else [parts[0][2]]
+    if cells[1:] and found[0]:  # the shape that cells like best, over all
+        found.append(uniform(problem, int(np.bincount(found[0].shape).argmax())))
+    best = max((choice for choice in found if choice), key=lambda choice: choice.outcome.score)
+    shape, member = problem.canonical(best.shape, best.member)
+    for m in np.flatnonzero(~member.any(0)):
+        g = next((g for g in range(len(shape)) if problem.room(shape[g], member[g])[m]), None)
+        if g is not None:
+            member[g, m] = True
+    return Choice(shape, member, problem.evaluate(shape, member))
 
 
 def solve(problem: Problem, effort: int, seed: int, progress: Progress = lambda text: None) -> Choice:
@@ -48,32 +67,41 @@ def solve(problem: Problem, effort: int, seed: int, progress: Progress = lambda 
     starts = []
     for p in range(len(problem.shapes)):
         progress(f"groups of {problem.shapes[p]}")
-        starts.append(uniform(problem, p))
-    starts.sort(key=lambda choice: choice.outcome.score, reverse=True)
-    for cuts in bucketings(problem):
-        progress(f"{len(cuts)} buckets")
-        starts.append(in_buckets(problem, cuts))
-    starts.sort(key=lambda choice: choice.outcome.score, reverse=True)
+        starts.append((uniform(problem, p), problem.shapes[p]))
+    starts.sort(key=lambda start: start[0].outcome.score, reverse=True)
+    likely, choices = [parallel for _, parallel in starts[:LIKELY]], [choice for choice, _ in starts]
+    if choices[0].outcome.bad.any():
+        for cuts in bucketings(problem):
+            progress(f"{len(cuts)} buckets")
+            choices += [choice for choice in [in_buckets(problem, cuts, likely)] if choice]
+    choices.sort(key=lambda choice: choice.outcome.score, reverse=True)
     progress("local search")
-    evaluations = effort // max(1, len(problem.times))
-    tried = [improve(problem, start, evaluations // 6, seed + i) for i, start in enumerate(starts[:3])]
+    effort = effort if choices[0].outcome.bad.any() else effort // 10
+    evaluations = min(effort // max(1, len(problem.times)), MOST)
+    tried = [improve(problem, start, evaluations // 6, seed + i) for i, start in enumerate(choices[:3])]
     best = max(tried, key=lambda choice: choice.outcome.score)
     return improve(problem, best, evaluations // 2, seed + len(tried))
 
 
 def uniform(problem: Problem, p: int) -> Choice:
     """As many groups of one shape as there are devices for; smaller ones of the rest."""
-    sizes, shape = problem.devices, []
-    left = problem.cluster.devices
-    while left:
-        fitting = np.flatnonzero(sizes <= left)
-        if not len(fitting):
+    sizes, shape = problem.devices, list[int]()
+    while True:
+        left = problem.cluster.devices - int(sizes[shape].sum())
+        like = sorted(np.flatnonzero(sizes <= left).tolist(), key=lambda q: _likeness(problem, p, q))
+        fits = (q for q in like if assign(problem.cluster, problem.largest_first(np.array([*shape, q]))) is not None)
+        if (one := next(fits, None)) is None:
             break
-        like = np.flatnonzero(sizes == sizes[fitting].max())
-        one = p if sizes[p] <= left else int(min(like, key=lambda q: abs(problem.stages[q] - problem.stages[p])))
         shape.append(one)
-        left -= int(sizes[one])
-    return fill(problem, np.array(shape, np.int64), at_a_time=max(1, len(shape) // 4))
+    groups = np.array(shape, np.int64)
+    weight = np.where(np.isfinite(problem.weight[:, groups]), problem.weight[:, groups], 0.0).max(2).mean(0)
+    slots = (problem.cluster.memory / np.maximum(weight, 1.0)).clip(max=len(problem.tables)).sum()
+    return fill(problem, groups, at_a_time=max(1, int(slots / ROUNDS)))
+
+
+def _likeness(problem: Problem, p: int, q: int) -> tuple[bool, int, int]:
+    """Order of shapes to use instead of p: itself, then large ones, then those of as many stages."""
+    return q != p, -int(problem.devices[q]), abs(int(problem.stages[q] - problem.stages[p]))
 
 
 def bucketings(problem: Problem) -> Iterator[list[Ints]]:
@@ -81,29 +109,33 @@ def bucketings(problem: Problem) -> Iterator[list[Ints]]:
     alone = np.array([table.alone for table in problem.tables])
     order = np.argsort(alone, kind="stable")
     ratios = alone[order][1:] / alone[order][:-1]
-    gaps = [int(i) + 1 for i in np.argsort(-ratios, kind="stable") if ratios[i] > APART][:4]
+    gaps = [int(i) + 1 for i in np.argsort(-ratios, kind="stable") if ratios[i] > APART][:GAPS]
     for count in range(1, BUCKETS):
         for cuts in combinations(sorted(gaps), count):
             yield np.split(order, cuts)
 
 
-def in_buckets(problem: Problem, buckets: list[Ints]) -> Choice:
-    """Devices for each bucket: by load first, then one move after the other that is better."""
+def in_buckets(problem: Problem, buckets: list[Ints], likely: list[Parallel]) -> Choice | None:
+    """Devices for each bucket: by load first, then one move after the other that is better. None: there is no room."""
     loads = np.array([_load(problem, models) for models in buckets])
     devices, total = problem.cluster.devices, loads.sum() or 1.0
-    known: dict[tuple[int, int], Part] = {}
+    known: dict[tuple[int, int], Part | None] = {}
 
-    def solved(bucket: int, count: int) -> Part:
+    def solved(bucket: int, count: int) -> Part | None:
         if (bucket, count) not in known:
-            some = part(problem, buckets[bucket], count)
-            starts = [uniform(some, p) for p in range(len(some.shapes))]
-            best = max(starts, key=lambda choice: choice.outcome.score)
-            known[bucket, count] = buckets[bucket], some, best
-            problem.evaluations += some.evaluations
+            some, best = part(problem, buckets[bucket], count), None
+            if some:
+                shapes = [p for p, parallel in enumerate(some.shapes) if parallel in likely] or range(len(some.shapes))
+                best = max((uniform(some, p) for p in shapes), key=lambda choice: choice.outcome.score)
+                problem.evaluations += some.evaluations
+            known[bucket, count] = (buckets[bucket], some, best) if some and best else None
         return known[bucket, count]
 
     def good(counts: list[int]) -> tuple[int, float]:
-        scores = [solved(b, count)[2].outcome.score for b, count in enumerate(counts)]
+        parts = [solved(b, count) for b, count in enumerate(counts)]
+        if None in parts:
+            return -1, 0.0
+        scores = [part[2].outcome.score for part in parts if part]
         return sum(score.good for score in scores), sum(score.speed for score in scores)
 
     counts = np.maximum(1, np.floor(devices * loads / total)).astype(int).tolist()
@@ -111,9 +143,9 @@ def in_buckets(problem: Problem, buckets: list[Ints]) -> Choice:
         counts[int(np.argmax(counts))] -= 1
     counts[int(np.argmax(loads))] += devices - sum(counts)
     if min(counts) < 1:
-        return uniform(problem, 0)
+        return None
     step, best = max(1, devices // 8), good(counts)
-    while step:
+    while step >= max(1, devices // 32):
         moves = []
         for a in range(len(counts)):
             for b in range(len(counts)):
@@ -124,7 +156,8 @@ def in_buckets(problem: Problem, buckets: list[Ints]) -> Choice:
             best, counts = max(moves)
         else:
             step //= 2
-    return joined(problem, [solved(b, count) for b, count in enumerate(counts)])
+    parts = [solved(b, count) for b, count in enumerate(counts)]
+    return joined(problem, [one for one in parts if one]) if None not in parts else None
 
 
 def refuse_misfits(problem: Problem) -> None:
@@ -141,27 +174,33 @@ def refuse_misfits(problem: Problem) -> None:
             )
         fitting = problem.latency[m, largest <= memory]
         alone = np.where(np.isfinite(fitting), fitting, 0.0).sum(1).min() + problem.timing.margin
-        if alone > problem.goal[m] and problem.judge is None:
+        if alone > problem.goal[m] and not (problem.kinds and problem.kinds[m]):
             raise ValueError(
                 f"slo.deadline: {table.name!r} takes {alone:.4g} s in its fastest shape that fits, more than its goal "
                 f"of {problem.goal[m]:.4g} s"
             )
 
 
-def part(problem: Problem, models: Ints, devices: int) -> Problem:
-    """Some of the models, on so many devices, with their own traffic."""
+def part(problem: Problem, models: Ints, devices: int, mine: Bools | None = None) -> Problem | None:
+    """Some of the models, on so many devices, with their own traffic (`mine` [requests]: of that these requests).
+
+    None: one of them fits nowhere on so few devices.
+    """
     places = np.full(len(problem.tables), -1, np.int32)
     places[models] = np.arange(len(models))
-    mine = places[problem.models] >= 0
-    return Problem(
+    mine = (places[problem.models] >= 0) & (True if mine is None else mine)
+    some = Problem(
         replace(problem.cluster, devices=devices), [problem.tables[m] for m in models],
         [problem.slo[m] for m in models], problem.times[mine], places[problem.models[mine]], problem.rule,
-        problem.timing, [problem.reserve[m] for m in models] if problem.reserve else (), problem.judge,
+        problem.timing, [problem.reserve[m] for m in models] if problem.reserve else (),
+        [problem.kinds[m] for m in models] if problem.kinds else (), problem.judge,
     )  # fmt: skip
+    fits = [some.room(p, np.zeros(len(models), np.bool_)) for p in range(len(some.shapes))]
+    return some if fits and np.any(fits, 0).all() else None
 
 
-def joined(problem: Problem, parts: list[Part]) -> Choice:
-    """One placement of several."""
+def joined(problem: Problem, parts: list[Part]) -> Choice | None:
+    """One placement of several; None where nodes have no room for them beside each other."""
     shapes, members = [], []
     for models, some, choice in parts:
         member = np.zeros((len(choice.shape), len(problem.tables)), np.bool_)
@@ -169,20 +208,42 @@ def joined(problem: Problem, parts: list[Part]) -> Choice:
         members.append(member)
         shapes.append([problem.shapes.index(some.shapes[p]) for p in choice.shape])
     shape, member = np.concatenate(shapes).astype(np.int64), np.concatenate(members)
+    if assign(problem.cluster, problem.largest_first(shape)) is None:
+        return None
     return Choice(shape, member, problem.evaluate(shape, member))
 
 
-def split_cells(problem: Problem, cells: int) -> list[tuple[Ints, int]]:
-    """Models and devices of each cell: the heaviest model goes to the cell that has least yet."""
-    loads = [(_load(problem, np.array([m])), m) for m in range(len(problem.tables))]
-    sizes = [problem.cluster.devices // cells + (c < problem.cluster.devices % cells) for c in range(cells)]
-    held: list[list[int]] = [[] for _ in range(cells)]
-    weight = [0.0] * cells
-    for load, m in sorted(loads, reverse=True):
-        c = min(range(cells), key=lambda c: (weight[c] / sizes[c], len(held[c])))
-        held[c].append(m)
-        weight[c] += load
-    return [(np.array(sorted(models), np.int64), size) for models, size in zip(held, sizes, strict=True) if models]
+def split_cells(problem: Problem) -> list[tuple[Bools, int]]:
+    """Requests and devices of each cell: whole nodes, as much load and as many bytes for each device as in the others.
+
+    A model with more load than a cell's share is in several, a request in each in turn. One cell where a model needs
+    more devices than a cell has.
+    """
+    cluster, whole = problem.cluster, np.ones(len(problem.times), np.bool_)
+    nodes = -(-cluster.devices // cluster.devices_per_node)
+    cells = min(-(-cluster.devices // CELL), nodes)
+    smallest = [min((p.devices for p in t.shapes), default=1) for t in problem.tables]
+    if cells < 2 or max(smallest) > cluster.devices // cells or len(problem.times) == 0:
+        return [(whole, cluster.devices)]
+    ends = [min(cluster.devices, (nodes * (c + 1) // cells) * cluster.devices_per_node) for c in range(cells)]
+    sizes = np.diff([0, *ends])
+    used, mine = np.zeros((cells, 2)), np.zeros((cells, len(problem.times)), np.bool_)
+    loads = np.array([[_load(problem, np.array([m])), sum(_smallest(t).stage_weight_bytes)]
+                      for m, t in enumerate(problem.tables)])  # fmt: skip
+    totals = np.maximum(loads.sum(0), 1e-9)
+    for m in np.argsort(-loads[:, 0], kind="stable"):
+        copies = min(cells, max(1, round(float(loads[m, 0] / totals[0]) * cells)))
+        index = np.flatnonzero(problem.models == m)
+        for copy in range(copies):
+            full = (used / totals).max(1) / sizes + (mine[:, index].any(1) if copy else 0)
+            c = int(full.argmin())
+            used[c] += loads[m] / (copies, 1)
+            mine[c, index[copy::copies]] = True
+    return [(some, int(size)) for some, size in zip(mine, sizes, strict=True) if some.any()]
+
+
+def _smallest(table: ModelTable) -> ShapeTable:
+    return table.shapes[min(table.shapes, key=lambda p: p.devices)]
 
 
 def _load(problem: Problem, models: Ints) -> float:

@@ -58,18 +58,27 @@ class FleetRun:
     duration: float
 
     def devices(self, placement: Placement) -> list[dict[str, float]]:
-        """Of each device its group, stage and utilisation; bubbles are what is left while its group had work."""
+        """Of each device its group, stage and utilisation; bubbles: seconds in which it waits while its group works."""
         rows = []
         for g, group in enumerate(placement.groups):
-            widest = max(self.busy[g], default=0.0)
+            active = self._active(g, group.parallel.pipeline)
             for at, device in enumerate(group.devices):
                 busy = self.busy[g][at // group.parallel.tensor]
                 rows.append({
                     "device": device, "group": g, "stage": at // group.parallel.tensor, "busy_s": busy,
                     "utilization": busy / self.duration if self.duration else 0.0,
-                    "bubble_s": widest - busy,
+                    "bubble_s": max(0.0, active - busy),
                 })  # fmt: skip
         return sorted(rows, key=lambda row: row["device"])
+
+    def _active(self, g: int, stages: int) -> float:
+        """Seconds in which something is in the group's pipeline."""
+        total, until = 0.0, 0.0
+        firsts, lasts = self.spans.get((g, 0), []), self.spans.get((g, stages - 1), [])
+        for (begin, _, _), (_, end, _) in zip(firsts, lasts, strict=True):  # first in, first out
+            total += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return total
 
 
 def run(
@@ -95,7 +104,7 @@ def run(
     if stepwise.any():
         _autoregressive(models, placement, trace, result, memory, limits or SchedulerConfig(), policy)
     ends = outcomes.finishes[~np.isnan(outcomes.finishes)]
-    result.duration = float(ends.max()) if len(ends) else 0.0
+    result.duration = float(ends.max() - trace.arrivals[0]) if len(ends) else 0.0
     return result
 
 
@@ -107,12 +116,12 @@ def _one_shot(problem: Problem, shape: np.ndarray, member: np.ndarray, active: n
     outcomes.finishes[mine] = out.finish[mine]
     outcomes.first_tokens[served] = out.finish[served]
     outcomes.statuses[served] = 0
-    clocks = np.zeros(out.busy.shape)
+    clocks = [[0.0] * len(stages) for stages in result.busy]
     for i in np.flatnonzero(served):
         g, now = int(out.owner[i]), float(problem.times[i])
         for k, seconds in enumerate(problem.latency[problem.models[i], shape[g]][: len(result.busy[g])].tolist()):
-            begin = max(now, clocks[g, k])
-            now = clocks[g, k] = begin + seconds
+            begin = max(now, clocks[g][k])
+            now = clocks[g][k] = begin + seconds
             result.busy[g][k] += seconds
             result.spans[g, k].append((begin, now, 1))
 
@@ -185,13 +194,13 @@ def _limits(
     model: SimulatedModel, group: Group, models: Sequence[SimulatedModel], trace: Trace, memory: int,
     limits: SchedulerConfig,
 ) -> SchedulerConfig:  # fmt: skip
-    """What memory the weights leave is shared evenly by the group's models, as blocks."""
+    """What memory the weights leave holds as many tokens of each of the group's models, as blocks."""
     if not memory or not model.kv_bytes:
         return limits
     others = [models[trace.names.index(name)] for name in group.models]
     stages = zip(*(other.table.shapes[group.parallel].stage_weight_bytes for other in others), strict=True)
-    free = min(memory - sum(stage) for stage in stages) // len(others)
-    blocks = int(free * group.parallel.devices / model.kv_bytes) // BLOCK
+    free = min(memory - sum(stage) for stage in stages)
+    blocks = int(free * group.parallel.devices / sum(other.kv_bytes for other in others)) // BLOCK
     if blocks < 1:
         raise ValueError(f"memory: {model.name!r} has no room for its KV cache in {memory} bytes a device")
     return replace(limits, num_blocks=blocks, block_size=BLOCK)
@@ -223,7 +232,10 @@ def judge(models: Sequence[SimulatedModel], trace: Trace, memory: int) -> Judge:
             groups.append(Group(tuple(range(begin, end)), parallel, tuple(names[m] for m in np.flatnonzero(member[g]))))
             begin = end
         mine = [known[name] for name in names]
-        result = run(mine, Placement(tuple(groups)), some, problem, memory)
+        try:
+            result = run(mine, Placement(tuple(groups)), some, problem, memory)
+        except ValueError:
+            return  # no room for keys and values: nobody is served
         outcomes = result.outcomes
         met = outcomes.met([model.slo for model in mine])
         out.good += np.bincount(outcomes.models[met], minlength=len(names))

@@ -55,21 +55,38 @@ def rate_and_cv(times: Floats) -> tuple[float, float]:
 def resampled(times: Floats, rate_scale: float, cv_scale: float, window: float, seed: int) -> Floats:
     """Recorded arrivals with so many times their rate and their CV, window by window (AlpaServe, section 6.2).
 
-    In each window of `window` seconds, Gamma arrivals of its own rate and CV, both scaled. Raises ValueError.
+    One process of Gamma gaps whose rate and CV are those of the window of `window` seconds that it is in, both scaled.
+    Raises ValueError.
     """
     for name, value in (("rate_scale", rate_scale), ("cv_scale", cv_scale), ("window", window)):
         if not value > 0:
             raise ValueError(f"{name}: {value} is not above 0")
-    found, end = [], float(times[-1]) if len(times) else 0.0
-    for index in range(int(end // window) + 1):
-        begin = index * window
-        some = times[(times >= begin) & (times < begin + window)]
-        _, cv = rate_and_cv(some)
-        span = min(window, end - begin)
-        if len(some) and span > 0:
-            rate = len(some) / span * rate_scale
-            found.append(begin + gamma(rate, max(cv * cv_scale, 1e-2), span, seed + index))
-    return np.concatenate(found) if found else np.empty(0)
+    if len(times) < 2 or times[-1] <= times[0]:
+        return times.copy()
+    begin, end = float(times[0]), float(times[-1])
+    edges = np.append(np.arange(begin, end, window), end)
+    counts = np.histogram(times, edges)[0] * rate_scale
+    # gaps in units of what is expected between two arrivals, and when each unit is over; from long before the first
+    random, ends = np.random.RandomState(seed), np.cumsum(counts)
+    at = -50.0 * cv_scale**2 * 4
+    found = []
+    for index, last in enumerate(ends.tolist()):
+        some = times[(times >= edges[index]) & (times <= edges[index + 1])]
+        cv = max(rate_and_cv(some)[1] * cv_scale, 1e-2)
+        while at < last:
+            gaps = random.gamma(1 / cv**2, cv**2, size=max(16, int(1.2 * (last - at))))
+            units = at + np.cumsum(gaps)
+            kept = units[units < last]
+            found.append(kept)
+            if len(kept) < len(units):
+                at = float(units[len(kept)])
+                if at < ends[-1]:
+                    found.append(units[len(kept) : len(kept) + 1])
+                break
+            at = float(units[-1])
+    units = np.concatenate(found)
+    arrivals: Floats = np.interp(units[units >= 0], np.append(0.0, ends), edges)
+    return arrivals
 
 
 def merged(streams: Sequence[Floats]) -> tuple[Floats, NDArray[np.int32]]:

@@ -56,6 +56,16 @@ class Trace:
         index = np.array([places[name] for name in self.names], np.int32)
         return Trace(self.arrivals, index[self.models], self.prompts, self.outputs, tuple(names))
 
+    def of_model(self, name: str) -> "Trace":
+        """Its requests. Raises ValueError where it has none."""
+        if name not in self.names:
+            raise ValueError(f"trace: no model {name!r}; there are {', '.join(self.names)}")
+        mine = self.models == self.names.index(name)
+        count = int(mine.sum())
+        return Trace(
+            self.arrivals[mine], np.zeros(count, np.int32), self.prompts[mine], self.outputs[mine], (name,)
+        )
+
     def between(self, begin: float, end: float) -> "Trace":
         """Requests that arrive in [begin, end)."""
         first, last = np.searchsorted(self.arrivals, (begin, end))
@@ -132,8 +142,8 @@ def _numbers(path: Path, name: str, texts: list[str], kind: type) -> NDArray:  #
             value = kind(text)
         except ValueError:
             raise ValueError(f"trace: {path}: row {row + 2}: {name} {text!r} is not a number") from None
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"trace: {path}: row {row + 2}: {name} {text!r} is not at least 0")
+        if not 0 <= value < 2**53:
+            raise ValueError(f"trace: {path}: row {row + 2}: {name} {text!r} is not at least 0, and no more than 2**53")
         found.append(value)
     return np.array(found, np.float64 if kind is float else np.int64)
 
@@ -164,8 +174,8 @@ def spread(recorded: Trace, names: Iterable[str], rates: Sequence[float], durati
     gaps[0] = gaps[1:].mean()
     streams, lengths = {}, {}
     for name, rate in zip(names, rates, strict=True):
-        count = int(duration * rate * 3) + 16
-        index = (int(random.integers(len(recorded))) + np.arange(count)) % len(recorded)
+        turn = int(duration * rate / (own * float(gaps.sum()))) + 2  # times that the recording is gone through, at most
+        index = (int(random.integers(len(recorded))) + np.arange(turn * len(recorded))) % len(recorded)
         times = np.cumsum(gaps[index] * (own / rate)) if rate else np.empty(0)
         times = times[times < duration]
         streams[name] = times

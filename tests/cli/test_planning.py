@@ -84,6 +84,22 @@ def test_traces_are_described_and_rescaled(folder):
     assert load_trace(folder / "spread.csv") <= {(100 + i, i) for i in range(50)}
 
 
+def test_one_shot_models_have_no_output_and_recordings_are_a_models_own(folder):
+    (folder / "more.csv").write_text(
+        "arrival,model,prompt_tokens,output_tokens\n" + "".join(f"{i},{'ab'[i % 3 == 0]},5,0\n" for i in range(30))
+    )
+    text = (folder / "fleet.yaml").read_text()
+    for rate in ("rate: 4.0, cv: 3.0", "rate: 2.0, cv: 3.0"):
+        text = text.replace(rate, "trace: more.csv")
+    (folder / "fleet.yaml").write_text(text)
+    paceline(folder, "trace", "make", "fleet.yaml", "--duration", "100", "--out", "t.csv")
+    with (folder / "t.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["output_tokens"] for row in rows} == {"0"}
+    assert [sum(row["model"] == name for row in rows) for name in "ab"] == [20, 10]
+    assert sum(row["model"] == "c" for row in rows) > 50
+
+
 def load_trace(path: Path) -> set[tuple[int, int]]:
     with path.open() as file:
         return {(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)}
@@ -100,6 +116,8 @@ def edited(folder: Path, old: str, new: str) -> list[str]:
     ("old", "new", "words"),
     [
         ("memory: 5GiB", "memory: 900MiB", "memory: 'a' fits nowhere on 4 devices with 0.88 GiB"),
+        ("rate: 4.0", "rate: .inf", "workload.rate: Input should be a finite number"),
+        ("rate: 4.0", "rate: 4.0, trace: t.csv", "workload: Value error, rate and trace: one of them"),
         ("rate: 4.0", "rate: -4.0", "workload.rate: Input should be greater than or equal to 0"),
         ("deadline: 1.5", "deadline: 0.1", "slo.deadline: 'c' takes 0.1575 s in its fastest shape that fits"),
         ("profile:large", "profile:huge", "model 'c': no 'huge' in a profile; it has small, large"),
@@ -117,6 +135,7 @@ def test_mistakes_in_a_fleet_to_plan(folder, old, new, words):
     [
         ("t.csv", "arrival,model,prompt_tokens,output_tokens\n1,x,1,0\n", "trace: model 'x' is not in the fleet"),
         ("p.json", '{"groups": [{"devices": [0], "parallel": {}, "models": ["x"]}]}', "groups.0.models: no model 'x'"),
+        ("p.json", '{"groups": [{"devices": [-3], "parallel": {}, "models": []}]}', "groups.0.devices: -3 is not at"),
         ("p.json", '{"groups": [{"devices": [9], "parallel": {}, "models": ["a"]}]}', "device 9 is not one of"),
         ("p.json", '{"groups": [{"devices": [0], "parallel": {}, "models": ["a", "b", "c"]}]}', "weights are more"),
         ("p.json", '{"groups": [{"devices": [0], "shape": 3}]}', "placement: p.json: Object contains unknown field"),

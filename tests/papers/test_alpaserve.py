@@ -11,7 +11,6 @@ from tests.papers.alpaserve import CASES, arrays, cluster, problem
 
 KINDS = {name: case["kind"] for name, case in CASES.items()}
 SEARCHES = [name for name, kind in KINDS.items() if kind == "search"]
-SLOWER = {"search_s3_24gpu": 4.0}  # where the default effort is not needed to be as good: seconds of a test
 
 
 def fates(case: dict, placement: dict, slo: list[float] | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.cluster import Cluster, Group, Parallel, Placement
 from paceline.placement import baselines, explain
-from paceline.placement.greedy import Choice, beam_search, fill
+from paceline.placement.greedy import beam_search, fill
 from paceline.placement.problem import Problem, assign
 from paceline.placement.search import CELL, part, plan
 from paceline.placement.tables import ModelTable, ShapeTable
@@ -172,11 +172,70 @@ def test_reasons_are_what_other_shapes_give():
 
 
 def test_scores_are_compared_in_order():
-    fast, slow = (Choice(np.zeros(1, np.int64), np.ones((1, 1), bool), None) for _ in range(2))
-    assert fast.shape.tolist() == slow.shape.tolist()
-    one = problem((0.1,), devices=1)
-    outcome = one.evaluate(np.zeros(1, np.int64), np.ones((1, 1), bool))
-    assert outcome.score.good == outcome.good.sum() and outcome.score.speed < 0 and outcome.score.replicas == -1
+    one = problem((0.1, 0.1), devices=2)
+    shape = np.zeros(2, np.int64)
+    rows = [0, 0], [1, 0], [1, 1]
+    none, first, both = (one.evaluate(shape, np.array([row, row], bool)).score for row in rows)
+    assert none < first < both and both.good > first.good > none.good == 0
+    assert both._replace(speed=both.speed - 0.1) < both and both._replace(replicas=both.replicas - 1) < both
+
+
+def test_kinds_of_models_have_groups_of_their_own():
+    one = problem((0.1, 0.1, 0.1, 0.1), weight=GB, devices=3, kinds=[0, 1, 0, 1], judge=lambda *args: judged(*args))
+    choice = plan(one, effort=30_000)
+    assert all(len({one.kinds[m] for m in np.flatnonzero(row)}) <= 1 for row in choice.member)
+    assert choice.member.any(0).all()
+    assert not one.fits(np.zeros(1, np.int64), np.array([[True, True, False, False]]))
+
+
+def judged(problem, shape, member, active, out) -> None:
+    """Every request of a model that somebody has is good."""
+    hosted = member.any(0)
+    out.good += problem.requests * hosted
+    out.asked += member.sum(1)
+
+
+def test_a_bucket_that_does_not_fit_its_devices_is_not_tried():
+    tables = [table("a", 0.1, GB), table("b", 0.5, 3 * GB)]
+    for parallel in ((1, 1), (1, 2), (2, 2)):
+        del tables[1].shapes[Parallel(*parallel)]
+    times, models = merged([gamma(8.0, 1.0, 60.0, 1), gamma(0.5, 1.0, 60.0, 2)])
+    one = Problem(Cluster(4, 2 * GB), tables, [0.4, 2.0], times, models)
+    choice = plan(one, effort=50_000)
+    assert one.fits(choice.shape, choice.member) and choice.member.any(0).all()
+
+
+def test_groups_fit_the_nodes():
+    one = problem((0.1, 0.2), devices=12)
+    one.cluster = Cluster(12, 4 * GB, devices_per_node=3)
+    choice = plan(one, effort=50_000)
+    for group in one.placement(choice.shape, choice.member).groups:
+        for stage in range(group.parallel.pipeline):
+            mine = group.devices[stage * group.parallel.tensor :][: group.parallel.tensor]
+            assert len({device // 3 for device in mine}) == 1
+
+
+def test_a_hot_model_is_in_several_cells():
+    one = problem((0.1,) * 12, weight=GB, devices=3 * CELL, rate=0.5, cv=1.0)
+    times, models = merged([one.times[one.models == m] for m in range(11)] + [gamma(1200.0, 1.0, 60.0, 9)])
+    hot = Problem(one.cluster, one.tables, one.slo, times, models)
+    choice = plan(hot, effort=0)
+    assert choice.outcome.attainment > 0.99 and hot.devices[choice.shape[choice.member[:, 11]]].sum() > CELL
+
+
+def test_models_without_requests_are_placed_where_there_is_room():
+    one = problem((0.1, 0.1, 0.1), weight=GB, devices=2)
+    quiet = Problem(one.cluster, one.tables, one.slo, one.times[one.models < 2], one.models[one.models < 2])
+    choice = plan(quiet, effort=20_000)
+    assert choice.member.any(0).all() and quiet.fits(choice.shape, choice.member)
+
+
+def test_a_plan_promises_what_its_file_gives():
+    one = problem((0.1, 0.2, 0.1, 0.3, 0.1), devices=5, rate=6.0)
+    choice = plan(one, effort=200_000)
+    again = one.arrays(one.placement(choice.shape, choice.member))
+    assert all((a == b).all() for a, b in zip(again, (choice.shape, choice.member), strict=True))
+    assert one.evaluate(*again).score == choice.outcome.score
 
 
 def test_placements_name_their_mistakes():
@@ -184,7 +243,12 @@ def test_placements_name_their_mistakes():
         Placement((Group((0,), Parallel(2), ()),))
     with pytest.raises(ValueError, match="groups.1.devices: device 0 is used twice"):
         Placement((Group((0,), Parallel(), ()), Group((0,), Parallel(), ())))
+    with pytest.raises(ValueError, match="groups.0.devices: -1 is not at least 0"):
+        Placement((Group((-1,), Parallel(), ()),))
+    with pytest.raises(ValueError, match="groups.0.models: a model is there twice: a, a"):
+        Placement((Group((0,), Parallel(), ("a", "a")),))
     one = problem()
+    assert one.evaluate(*one.arrays(Placement(()))).good.sum() == 0
     with pytest.raises(ValueError, match="groups.0.models: no model 'x'; there are m0, m1, m2"):
         one.arrays(Placement((Group((0,), Parallel(), ("x",)),)))
     with pytest.raises(ValueError, match=r"groups.0.parallel: 'm0' has no shape \(1,3\)"):

@@ -5,8 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paceline.batching.scheduler import SchedulerConfig
+from paceline.controller import Controller, GroupConfig
 from paceline.core.cluster import Cluster, Group, Parallel, Placement
-from paceline.core.request import SLO
+from paceline.core.events import Submit
+from paceline.core.request import SLO, Request
 from paceline.latency.step_time import StepTime
 from paceline.placement.problem import Problem
 from paceline.placement.tables import ModelTable, ShapeTable
@@ -78,6 +81,28 @@ def test_models_that_share_a_group_take_turns(parallel):
     for _, spans in timeline(result):
         ordered = sorted(spans)
         assert all(b >= end - 1e-9 for (_, end, _), (b, _, _) in zip(ordered, ordered[1:], strict=False))
+
+
+def test_bubbles_are_what_a_stage_waits_while_its_group_works():
+    models = [replace(encoder("e", 2.0), slo=SLO())]
+    times = np.array([100.0, 110.0, 120.0])
+    trace = Trace.of({"e": times}, lambda name, count: ([1] * count, [0] * count))
+    placement = Placement((Group((0, 1), Parallel(2), ("e",)),))
+    problem = Problem(Cluster(2, 8 * GB), [models[0].table], [np.inf], trace.arrivals, trace.models)
+    rows = run(models, placement, trace, problem).devices(placement)
+    assert [(row["busy_s"], row["bubble_s"]) for row in rows] == [(3.0, 3.0), (3.0, 3.0)]
+    assert rows[0]["utilization"] == pytest.approx(3 / 22)
+
+
+def test_a_request_goes_where_it_fits():
+    small, large = (GroupConfig(("a",), SchedulerConfig(num_blocks=count)) for count in (4, 400))
+    controller = Controller([small, large])
+    events, _ = controller.turn([Submit(Request("0", 500, 10, model="a"))], 0.0)
+    assert [(event.kind, event.group) for event in events[:1]] == [("accepted", 1)]
+    full = Controller([replace(small, max_waiting=1), replace(large, max_waiting=1)])
+    for i, group in enumerate((0, 1, 0)):
+        event = full.submit(Request(str(i), 10, 10, model="a"), 0.0)[0]
+        assert (event.kind, event.group) == (("accepted", group) if i < 2 else ("rejected", group))
 
 
 def test_replicas_share_the_requests():

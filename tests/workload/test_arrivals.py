@@ -37,10 +37,15 @@ def test_power_law_shares():
 def test_resampling_scales_rate_and_burstiness_and_keeps_the_course():
     calm, busy = gamma(5, 1.0, 600, 1), 600 + gamma(50, 1.0, 600, 2)
     times = np.concatenate([calm, busy])
-    denser = resampled(times, 2.0, 3.0, 60.0, seed=7)
-    first, second = denser[denser < 600], denser[denser >= 600]
-    assert len(first) / len(calm) == pytest.approx(2, rel=0.3) and len(second) / len(busy) == pytest.approx(2, rel=0.15)
-    assert rate_and_cv(second)[1] == pytest.approx(3.0, rel=0.25) and denser[-1] <= times[-1]
+    several = [resampled(times, 2.0, 3.0, 60.0, seed=seed) for seed in range(8)]
+    for before, begin, end in ((calm, 0, 600), (busy, 600, 1200)):
+        counts = [((one >= begin) & (one < end)).sum() for one in several]
+        assert np.mean(counts) / len(before) == pytest.approx(2, rel=0.06)
+    assert rate_and_cv(several[0][several[0] >= 600])[1] == pytest.approx(3.0, rel=0.25)
+    assert all(one[0] >= times[0] and one[-1] <= times[-1] and (np.diff(one) >= 0).all() for one in several)
+    sparse = gamma(0.5, 1.0, 6000, 3) + 1e9  # seconds since long ago
+    counts = [len(resampled(sparse, 1.0, 8.0, 60.0, seed)) for seed in range(20)]
+    assert np.mean(counts) == pytest.approx(len(sparse), rel=0.12)
     with pytest.raises(ValueError, match="^cv_scale: "):
         resampled(times, 1, 0, 60, 0)
     assert len(resampled(np.empty(0), 2, 2, 60, 0)) == 0

@@ -1,0 +1,74 @@
+"""`paceline bench` and servers that do not keep to the form: a request's failure is its own, and told."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from paceline.cli.bench import Client
+from paceline.workload.trace import Trace
+
+ANSWERS = {
+    "whole": [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b", "finish_reason": "length"}]}, "[DONE]"],
+    "cut": [{"choices": [{"text": "a"}]}],
+    "empty": [],
+    "odd": ["{oops"],
+    "error": [{"error": "[/v1] boom"}],
+    "late": [{"choices": [{"text": "a"}]}, "wait"],
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": name} for name in [*ANSWERS, "refused"]]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(429 if request["model"] == "refused" else 200)
+        self.end_headers()
+        for event in ANSWERS.get(request["model"], []):
+            if event == "wait":
+                self.server.release.wait(10)
+                continue
+            self.wfile.write(f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode())
+            self.wfile.flush()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.release = threading.Event()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.release.set()
+    server.shutdown()
+    server.server_close()
+
+
+async def test_only_whole_answers_count(url):
+    names = (*ANSWERS, "refused")
+    count = len(names)
+    ones = np.ones(count, np.int64)
+    trace = Trace(np.zeros(count), np.arange(count, dtype=np.int32), 3 * ones, 2 * ones, names)
+    client = Client(url, {}, 1.0, False)
+    outcomes, _ = await client.send(trace)
+    status = dict(zip(names, outcomes.statuses.tolist(), strict=True))
+    assert status == {"whole": 0, "cut": 3, "empty": 3, "odd": 3, "error": 3, "late": 3, "refused": 1}
+    assert outcomes.outputs[0] == 2 and outcomes.outputs[1] == 1 and sum(client.reasons.values()) == 6
+    assert any("ended early" in reason for reason in client.reasons) and "no end within 1 s" in client.reasons
+
+
+async def test_a_server_that_is_none_is_named():
+    trace = Trace(np.zeros(1), np.zeros(1, np.int32), np.ones(1, np.int64), np.ones(1, np.int64), ("whole",))
+    for bad in ("http://127.0.0.1:abc", "http://127.0.0.1:9"):
+        with pytest.raises(ValueError, match="url: no list of models at"):
+            await Client(bad, {}, 1.0, False).send(trace)
