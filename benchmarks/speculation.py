@@ -26,7 +26,7 @@ from paceline.speculation.lookahead import Costs, Lookahead
 
 PROMPT = 64
 PLANS = {  # draft layers, output tokens, rounds, loads
-    "small": (1, 48, 2, (1, 4, 16)),
+    "small": (1, 48, 2, (1, 2, 4, 8, 16, 32)),
     "qwen2.5-0.5b": (1, 32, 2, (1, 4, 16)),
     "llama-3.2-1b": (1, 64, 3, ()),
 }

@@ -318,7 +318,7 @@ class ModelRunner:
     def _verdicts(self, jobs: list[Job], logits: Tensor) -> list[tuple[int, int]]:
         states, drafts = [job.sequence.state for job in jobs], [job.draft for job in jobs]
         rows = [job.first_row + n for job in jobs for n in range(1 + len(job.draft))]
-        target = logits[rows]
+        target = logits[rows]  # a copy: logprobs are of the logits as they came, and a verdict may be tried again
         sampler.to_log_probs(target, states, drafts)
         accept = [lane_key(job.sequence.state.stream, ACCEPT, job.end) for job in jobs]
         last = [lane_key(job.sequence.state.stream, LAST, job.end) for job in jobs]

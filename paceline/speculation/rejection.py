@@ -58,7 +58,7 @@ def acceptance(
     weights = target.new_ones(len(target))
     first = [begin + n for begin, length in zip(_begins(lengths, 1), lengths, strict=True) for n in range(length)]
     before = torch.tensor(first, dtype=torch.int64, device=target.device)
-    ratios = (target[before].gather(1, tokens[:, None]) - draft.gather(1, tokens[:, None])).squeeze(1)
+    ratios = target[before, tokens] - draft.gather(1, tokens[:, None]).squeeze(1)
     if not block or not first:
         return ratios.clamp(max=0).exp(), weights
     running, after = target.new_zeros(len(lengths)), []

@@ -1,0 +1,125 @@
+"""Drafts of the built-in pair on held-out Python, and what judging drafts costs.
+
+`builtin`: files that no built-in model was trained on, one request at a time: tokens/s over those without drafts, for
+each drafter, temperature and number of drafted tokens, by turns. The trigram table is of the training files.
+`verdict`: the acceptance step alone (log-probabilities of target rows, the rule, last tokens) at a vocabulary of 32,768
+with 16 requests and 4 drafted tokens each, over a step of the target with as many rows.
+"""
+
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from statistics import median
+
+import torch
+
+from benchmarks.checkpoints import checkpoint
+from benchmarks.plots import figure
+from paceline.cli.draft_profile import prompts
+from paceline.cli.draft_profile import run as decode
+from paceline.cli.sources import BUILTIN
+from paceline.core.request import SamplingParams
+from paceline.core.work import NewSequence, SliceWork
+from paceline.engine.job import Job
+from paceline.engine.runner import ModelRunner
+from paceline.engine.tokenizer import Tokenizer
+from scripts.builtin_models.data import read_corpus
+
+CASES = ["builtin", "verdict"]
+TEMPERATURES, DEPTHS, ROUNDS = (0.0, 0.8, 1.0), (1, 2, 3, 4, 6), 3
+VOCABULARY, REQUESTS, DRAFTED = 32_768, 16, 4
+
+
+def run(case: str) -> dict:
+    return {"builtin": builtin, "verdict": verdict}[case]()
+
+
+def builtin() -> dict:
+    files = read_corpus()
+    held_out = "\n".join(file.text for file in files if file.held_out)
+    tokenizer, random = Tokenizer.load(BUILTIN / "coder"), Random(3)
+    tokens = tokenizer.encode(held_out, add_special_tokens=False)
+    texts = [text for _ in range(4) for text in prompts(tokens[random.randrange(len(tokens) // 2) :])]
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "training.txt"
+        text.write_text("\n".join(file.text for file in files if not file.held_out and not file.is_test))
+        model = str(BUILTIN / "coder-draft")
+        names = {"n-gram": "ngram", "trigram": f"trigram:{text}", "early exit": "early_exit", "model": model,
+                 "n-gram, else model": f"ngram+{model}"}  # fmt: skip
+        runners = {
+            name: ModelRunner.load(BUILTIN / "coder", drafter=drafter, max_batch_tokens=256, max_batch=1, num_blocks=64)
+            for name, drafter in names.items()
+        }
+    result: dict = {"held_out_files": sum(file.held_out for file in files), "requests": len(texts)}
+    for temperature in TEMPERATURES:
+        seconds: dict[tuple[str, int], list[float]] = {}
+        seen = {}
+        for turn in range(ROUNDS + 1):  # the first to warm up
+            for name, runner in runners.items():
+                for depth in (0, *DEPTHS):
+                    counts = decode(runner, texts, depth, temperature)
+                    seen[name, depth] = counts
+                    if turn:
+                        seconds.setdefault((name, depth), []).append(counts.per_token)
+        rows = {}
+        for name in runners:
+            best = {
+                depth: median(a / b for a, b in zip(seconds[name, 0], seconds[name, depth], strict=True))
+                for depth in DEPTHS
+            }
+            counts = seen[name, DEPTHS[-2]]
+            rows[name] = {
+                "speed_up": {depth: round(ratio, 3) for depth, ratio in best.items()},
+                "acceptance": round(float(counts.kept.sum() / max(1, counts.tried.sum())), 3),
+                "ms_per_token": round(1e3 * median(seconds[name, 0]), 3),
+                "draft_ms_per_token": round(1e3 * counts.draft_seconds / max(1, counts.drafted), 3),
+            }
+            print(f"  T = {temperature}, {name}: {rows[name]}", flush=True)
+        result[f"temperature {temperature:g}"] = rows
+    with figure("speculation_builtin", 3) as axes:
+        for ax, temperature in zip(axes, TEMPERATURES, strict=True):
+            for name, row in result[f"temperature {temperature:g}"].items():
+                ax.plot(list(row["speed_up"]), list(row["speed_up"].values()), "o-", label=name)
+            ax.axhline(1.0, color="gray", linewidth=0.8)
+            ax.set(xlabel="drafted tokens K", ylabel="speed-up", title=f"held-out Python, T = {temperature:g}")
+        axes[0].legend(fontsize="small")
+    return result
+
+
+def verdict(shape: str = "qwen2.5-0.5b") -> dict:
+    """Logits of the rows are random; the step is that of a real model of the shape."""
+    runner = ModelRunner.load(checkpoint(shape), max_batch_tokens=512, max_batch=REQUESTS, num_blocks=200)
+    generator = torch.Generator().manual_seed(1)
+    params = SamplingParams(max_tokens=64, max_draft_tokens=DRAFTED, seeded=False)
+    jobs = []
+    for i in range(REQUESTS):
+        runner.step([NewSequence(i, [5 + i] * 80, 80, params)], [], [])
+        job = Job(SliceWork(i, 79, 1 + DRAFTED, True, 0, [], DRAFTED), runner.sequences[i])
+        job.draft = torch.randint(VOCABULARY, (DRAFTED,), generator=generator).tolist()
+        rows = (2.5 * torch.randn(DRAFTED, VOCABULARY, generator=generator)).log_softmax(-1)
+        job.draft_rows, job.first_row = list(rows), i * (1 + DRAFTED)
+        jobs.append(job)
+    logits = 2.5 * torch.randn(REQUESTS * (1 + DRAFTED), VOCABULARY, generator=generator)
+    taken = []
+    with torch.inference_mode():
+        for _ in range(20):
+            begin = time.perf_counter()
+            runner._verdicts(jobs, logits)
+            taken.append(time.perf_counter() - begin)
+    steps, blocks = [], 6
+    for _ in range(8):
+        new = [NewSequence(100 + i, [7 + i] * 85, 85, SamplingParams(max_draft_tokens=0)) for i in range(REQUESTS)]
+        runner.step(new, [SliceWork(100 + i, 0, 80, False, 0, list(range(i * blocks, (i + 1) * blocks)))
+                          for i in range(2)], [])  # fmt: skip
+        tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(REQUESTS)]
+        for i in range(2, REQUESTS):
+            runner.step([], [SliceWork(100 + i, 0, 80, False, 0, tables[i])], [])
+        begin = time.perf_counter()
+        runner.step([], [SliceWork(100 + i, 80, 1 + DRAFTED, True, blocks, []) for i in range(REQUESTS)], [])
+        steps.append(time.perf_counter() - begin)
+        runner.step([], [], [100 + i for i in range(REQUESTS)])
+    share = median(taken[3:]) / (median(taken[3:]) + median(steps[1:]))
+    return {"shape": shape, "vocabulary": VOCABULARY, "requests": REQUESTS, "K": DRAFTED,
+            "verdicts_ms": round(1e3 * median(taken[3:]), 2), "step_ms": round(1e3 * median(steps[1:]), 1),
+            "share_of_step": round(share, 4)}  # fmt: skip
