@@ -46,11 +46,12 @@ def builtin() -> dict:
         text.write_text("\n".join(file.text for file in files if not file.held_out and not file.is_test))
         model = str(BUILTIN / "coder-draft")
         names = {"n-gram": "ngram", "trigram": f"trigram:{text}", "early exit": "early_exit", "model": model,
-                 "n-gram, else model": f"ngram+{model}"}  # fmt: skip
+                 "model, one level": model, "n-gram, else model": f"ngram+{model}"}  # fmt: skip
         runners = {
             name: ModelRunner.load(BUILTIN / "coder", drafter=drafter, max_batch_tokens=256, max_batch=1, num_blocks=64)
             for name, drafter in names.items()
         }
+    runners["model, one level"].drafter.guess = None
     result: dict = {"held_out_files": sum(file.held_out for file in files), "requests": len(texts)}
     for temperature in TEMPERATURES:
         seconds: dict[tuple[str, int], list[float]] = {}

@@ -1,5 +1,6 @@
 """What `plan`, `simulate` and `trace` have in common: a fleet file's models, devices and traffic."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,9 +239,10 @@ def make_folder(option: str, path: Path) -> None:
     """Before the work that is to be kept in it. Raises ValueError."""
     try:
         path.mkdir(exist_ok=True)
-        (path / "report.json").touch()
     except OSError as error:
         raise ValueError(f"{option}: {path}: {error.strerror}") from error
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"{option}: {path}: cannot be written to")
 
 
 class PlacementFile(msgspec.Struct, forbid_unknown_fields=True):

@@ -37,8 +37,7 @@ def improve(problem: Problem, choice: Choice, evaluations: int, seed: int) -> Ch
 def gain_replica(problem: Problem, now: Choice, random: np.random.Generator) -> Change:
     """A model with unserved requests comes to a group; others go where there is no room."""
     m = _unserved(now, random)
-    kinds = np.array(problem.kinds or [0] * len(problem.tables))
-    strangers = now.member[:, kinds != kinds[m]].any(1)
+    strangers = now.member[:, problem.kind_of != problem.kind_of[m]].any(1)
     groups = np.flatnonzero(~now.member[:, m] & ~strangers & np.isfinite(problem.latency[m, now.shape, 0]))
     if not len(groups):
         return None

@@ -118,7 +118,7 @@ class Problem:
             self.latency = self.latency.astype(np.float32).astype(np.float64)
             self.goal = self.goal.astype(np.float32).astype(np.float64)
         self.requests = np.bincount(self.models, minlength=len(self.tables)).astype(np.int64)
-        self._kinds = np.array(self.kinds or [0] * len(self.tables))
+        self.kind_of = np.array(self.kinds or [0] * len(self.tables))
         self._everybody = np.ones(len(self.tables), np.bool_)
 
     def evaluate(self, shape: Ints, member: Bools, active: Bools | None = None, whole: bool = False) -> Outcome:
@@ -198,14 +198,14 @@ class Problem:
         weight = self.weight[:, p]
         fits: Bools = (weight <= self.cluster.memory - weight[mine].sum(0)).all(1) & ~mine
         if mine.any():
-            fits &= self._kinds == self._kinds[mine.argmax()]
+            fits &= self.kind_of == self.kind_of[mine.argmax()]
         return fits
 
     def fits(self, shape: Ints, member: Bools) -> bool:
         """Whether there are devices for the groups, models have their groups' shapes, and fit every device's memory."""
         if assign(self.cluster, self.largest_first(shape)) is None:
             return False
-        if any(len(set(self._kinds[row])) > 1 for row in member):
+        if any(len(set(self.kind_of[row])) > 1 for row in member):
             return False
         has = all(np.isfinite(self.latency[np.flatnonzero(member[g]), p, 0]).all() for g, p in enumerate(shape))
         return bool(has and (self.free(shape, member) >= 0).all())

@@ -40,26 +40,32 @@ def plan(problem: Problem, effort: int = EFFORT, seed: int = 0, progress: Progre
     Models without requests get a replica where room is left. Raises ValueError for a model that fits nowhere.
     """
     refuse_misfits(problem)
-    parts = []
-    cells = split_cells(problem)
-    for index, (mine, devices) in enumerate(cells):
-        progress(f"cell {index + 1} of {len(cells)}" if cells[1:] else "")
-        models = np.flatnonzero(np.bincount(problem.models[mine], minlength=len(problem.tables)))
-        some = part(problem, models, devices, mine) if cells[1:] else problem
-        if some is not None:
-            parts.append((models if cells[1:] else np.arange(len(problem.tables)), some,
-                          solve(some, effort, seed + index, progress)))  # fmt: skip
-            problem.evaluations += some.evaluations * (some is not problem)
-    found = [joined(problem, parts)] if cells[1:] else [parts[0][2]]
-    if cells[1:] and found[0]:  # the shape that cells like best, over all
-        found.append(uniform(problem, int(np.bincount(found[0].shape).argmax())))
-    best = max((choice for choice in found if choice), key=lambda choice: choice.outcome.score)
+    best = in_cells(problem, effort, seed, progress) or solve(problem, effort, seed, progress)
     shape, member = problem.canonical(best.shape, best.member)
     for m in np.flatnonzero(~member.any(0)):
         g = next((g for g in range(len(shape)) if problem.room(shape[g], member[g])[m]), None)
         if g is not None:
             member[g, m] = True
     return Choice(shape, member, problem.evaluate(shape, member))
+
+
+def in_cells(problem: Problem, effort: int, seed: int, progress: Progress) -> Choice | None:
+    """Cells planned one by one, or the shape that they like best over all devices. None: there are no cells, or one of
+    them cannot hold its models."""
+    cells, parts = split_cells(problem), list[Part]()
+    for index, (mine, devices) in enumerate(cells):
+        progress(f"cell {index + 1} of {len(cells)}")
+        models = np.flatnonzero(np.bincount(problem.models[mine], minlength=len(problem.tables)))
+        some = part(problem, models, devices, mine)
+        if some is None:
+            return None
+        parts.append((models, some, solve(some, effort, seed + index, progress)))
+        problem.evaluations += some.evaluations
+    whole = joined(problem, parts) if parts else None
+    if whole is None:
+        return None
+    alike = uniform(problem, int(np.bincount(whole.shape).argmax()))
+    return max(whole, alike, key=lambda choice: choice.outcome.score)
 
 
 def solve(problem: Problem, effort: int, seed: int, progress: Progress = lambda text: None) -> Choice:
@@ -174,7 +180,7 @@ def refuse_misfits(problem: Problem) -> None:
             )
         fitting = problem.latency[m, largest <= memory]
         alone = np.where(np.isfinite(fitting), fitting, 0.0).sum(1).min() + problem.timing.margin
-        if alone > problem.goal[m] and not (problem.kinds and problem.kinds[m]):
+        if alone > problem.goal[m] and problem.kind_of[m] == 0:
             raise ValueError(
                 f"slo.deadline: {table.name!r} takes {alone:.4g} s in its fastest shape that fits, more than its goal "
                 f"of {problem.goal[m]:.4g} s"
@@ -216,15 +222,15 @@ def joined(problem: Problem, parts: list[Part]) -> Choice | None:
 def split_cells(problem: Problem) -> list[tuple[Bools, int]]:
     """Requests and devices of each cell: whole nodes, as much load and as many bytes for each device as in the others.
 
-    A model with more load than a cell's share is in several, a request in each in turn. One cell where a model needs
-    more devices than a cell has.
+    A model with more load than a cell's share is in several, a request in each in turn. None where the cluster is no
+    larger than a cell, or a model needs more devices than a cell has.
     """
-    cluster, whole = problem.cluster, np.ones(len(problem.times), np.bool_)
+    cluster = problem.cluster
     nodes = -(-cluster.devices // cluster.devices_per_node)
     cells = min(-(-cluster.devices // CELL), nodes)
     smallest = [min((p.devices for p in t.shapes), default=1) for t in problem.tables]
     if cells < 2 or max(smallest) > cluster.devices // cells or len(problem.times) == 0:
-        return [(whole, cluster.devices)]
+        return []
     ends = [min(cluster.devices, (nodes * (c + 1) // cells) * cluster.devices_per_node) for c in range(cells)]
     sizes = np.diff([0, *ends])
     used, mine = np.zeros((cells, 2)), np.zeros((cells, len(problem.times)), np.bool_)

@@ -5,13 +5,8 @@ Measured, from a profile file; or derived for shapes that were not measured, by 
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from paceline.core.cluster import Parallel
 from paceline.placement.partition import cut
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +28,6 @@ class ModelTable:
 
     name: str
     shapes: dict[Parallel, ShapeTable]
-
-    @property
-    def fastest(self) -> float:
-        """Seconds of one request in the best of all shapes."""
-        return min(shape.latency for shape in self.shapes.values())
 
     @property
     def alone(self) -> float:

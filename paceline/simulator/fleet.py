@@ -18,6 +18,7 @@ from paceline.core.events import Event
 from paceline.core.request import SLO, Request
 from paceline.latency.step_time import StepTime
 from paceline.metrics.outcomes import STATUSES, Outcomes
+from paceline.placement.dispatch import enter
 from paceline.placement.problem import Judge, Outcome, Problem
 from paceline.placement.tables import ModelTable
 from paceline.simulator.driver import FixedOutputs, simulate
@@ -116,14 +117,14 @@ def _one_shot(problem: Problem, shape: np.ndarray, member: np.ndarray, active: n
     outcomes.finishes[mine] = out.finish[mine]
     outcomes.first_tokens[served] = out.finish[served]
     outcomes.statuses[served] = 0
-    clocks = [[0.0] * len(stages) for stages in result.busy]
+    clocks, delay = np.zeros(out.busy.shape), problem.timing.to_group + problem.timing.to_stage
     for i in np.flatnonzero(served):
-        g, now = int(out.owner[i]), float(problem.times[i])
-        for k, seconds in enumerate(problem.latency[problem.models[i], shape[g]][: len(result.busy[g])].tolist()):
-            begin = max(now, clocks[g][k])
-            now = clocks[g][k] = begin + seconds
+        g = int(out.owner[i])
+        latency, stages = problem.latency[problem.models[i], shape[g]], len(result.busy[g])
+        enter(clocks[g], latency, stages, problem.times[i] + delay)
+        for k, (end, seconds) in enumerate(zip(clocks[g, :stages].tolist(), latency[:stages].tolist(), strict=True)):
             result.busy[g][k] += seconds
-            result.spans[g, k].append((begin, now, 1))
+            result.spans[g, k].append((end - seconds, end, 1))
 
 
 def _autoregressive(

@@ -106,6 +106,20 @@ def test_what_a_request_allows_and_may_still_come_are_limits():
     assert lookahead.choose(numbers, drafts, slots, 0, 512)[0][:3].tolist() == [2, 1, 0]
 
 
+@pytest.mark.parametrize(("acceptance", "pays"), [(0.95, True), (0.3, False)])
+def test_a_drafter_that_nobody_tried_is_tried_where_only_a_very_good_one_pays(acceptance, pays):
+    """One token for each of 8 needs 78 % here to be worth its time."""
+    lookahead, random = Lookahead(rising(1.0, 0.1), Costs([0.0] + [0.6] * 600)), np.random.default_rng(1)
+    numbers, drafts, slots = sequences(8, most=1)
+    drafting = []
+    for _ in range(300):
+        lengths = lookahead.choose(numbers, drafts, slots, 0, 512)[0].astype(np.uint8)
+        lookahead.observe(slots, lengths, 1 + lengths * (random.random(8) < acceptance).astype(np.uint8))
+        drafting.append(int(lengths.sum()))
+    assert drafting[0] == 8  # tried at once
+    assert (np.mean(drafting[100:]) > 7) == pays and (pays or np.mean(drafting[20:]) < 0.5)
+
+
 def test_bad_drafts_are_given_up_and_tried_again():
     lookahead = Lookahead(rising(1.0, 0.1), Costs([0.1] * 600))
     numbers, drafts, slots = sequences(1)
