@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
@@ -96,7 +96,7 @@ def one_law(
     for begin in range(0, SAMPLES, PART):
         params = [replace(base, seed=begin + i) for i in range(min(PART, SAMPLES - begin))]
         offline = Offline(runner, GroupConfig(scheduler=limits))
-        offline.controller.groups[0].scheduler.policy = forced(11)
+        forced(11)(offline.controller.groups[0].scheduler)
         offline.on_step = lambda batch, outputs, *_: accepted.append(sum(one.num_accepted for one in outputs))
         outputs = offline.generate([prompt] * len(params), params)
         samples += [tuple(one.tokens[law.DRAFTED]) for one in outputs]
@@ -133,7 +133,7 @@ def seeded(requests: int = 1000) -> dict:
         limits = SchedulerConfig(token_budget=budget, max_batch=batch, num_blocks=600)
         offline = Offline(runner, GroupConfig(scheduler=limits, lookahead=lookahead), runner.decoder.config.eos_ids)
         if every:
-            offline.controller.groups[0].scheduler.policy = forced(every)
+            forced(every)(offline.controller.groups[0].scheduler)
         outputs = offline.generate(prompts, [replace(one, max_draft_tokens=draft) for one in params])
         assert not any(output.error for output in outputs)
         return [output.tokens for output in outputs]

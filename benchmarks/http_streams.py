@@ -16,7 +16,7 @@ import urllib.request
 
 from benchmarks import workload
 from benchmarks.checkpoints import checkpoint
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline

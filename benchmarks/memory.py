@@ -8,7 +8,7 @@ import msgspec
 
 from benchmarks import workload
 from benchmarks.checkpoints import checkpoint
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.cli.worker import WorkerOptions
 from paceline.controller import GroupConfig
 from paceline.engine.runner import ModelRunner

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import workload
 from benchmarks.checkpoints import checkpoint
 from benchmarks.machine import bandwidth, gemm_peak
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline

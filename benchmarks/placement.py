@@ -97,7 +97,8 @@ def speed() -> dict:
             "attainment": round(choice.outcome.attainment, 4),
         })  # fmt: skip
         print(f"  {result['planning'][-1]}", flush=True)
-    result["autoregressive"] = stepwise()
+    stepwise(100)  # compiles
+    result["autoregressive"] = [stepwise(100_000, rate) for rate in (1.0, 3.0, 6.0, 8.0)]
     with figure("planning_time", 1) as axes:
         points = result["planning"]
         axes[0].loglog([p["devices"] for p in points], [p["cpu_s"] for p in points], "o")
@@ -107,11 +108,12 @@ def speed() -> dict:
     return result
 
 
-def stepwise(requests: int = 2000) -> dict:
-    """Autoregressive requests with the lengths of the Azure conversation trace, through scheduler and controller."""
+def stepwise(requests: int, rate: float = 6.0) -> dict:
+    """Autoregressive requests with the lengths of the Azure conversation trace, through the scheduler that serves, KV
+    blocks and predicted step times included."""
     known = load(root() / "sarathi/traces/azure_2023_conv.csv", "m")
     lengths = joint_lengths(list(zip(known.prompts.tolist(), known.outputs.tolist(), strict=True)), 0)
-    trace = Trace.of({"m": gamma(6.0, 1.0, requests / 6.0, 1)}, lengths)
+    trace = Trace.of({"m": gamma(rate, 1.0, requests / rate, 1)}, lengths)
     step = StepTime(tuple(0.02 + 3e-5 * n for n in range(513)), 1e-4, 1e-4, 1e-8, 1e-4, 1e-8, 1e-10)
     table = ModelTable("m", {Parallel(): ShapeTable((2**30,), {1: (0.1,)})})
     model = SimulatedModel(table, SLO(ttft=2.0, tbt=0.2), step, 100_000)
@@ -121,7 +123,7 @@ def stepwise(requests: int = 2000) -> dict:
     outcome = run_fleet([model], placement, trace, one, 2**36).outcomes
     seconds = time.process_time() - begin
     tokens = int(outcome.outputs.sum())
-    return {"requests": len(trace), "tokens": tokens, "requests_per_s": round(len(trace) / seconds),
+    return {"rate": rate, "requests": len(trace), "tokens": tokens, "requests_per_s": round(len(trace) / seconds),
             "tokens_per_s": round(tokens / seconds)}  # fmt: skip
 
 

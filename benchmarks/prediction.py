@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import workload
 from benchmarks.checkpoints import checkpoint
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.core.batch import Batch, StepShape
 from paceline.engine.profiler import profile

@@ -17,7 +17,7 @@ import torch
 from benchmarks import workload
 from benchmarks.checkpoints import checkpoint
 from benchmarks.machine import gemm_peak
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.core.batch import Batch
 from paceline.core.work import NewSequence, SliceWork

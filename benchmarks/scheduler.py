@@ -4,7 +4,7 @@ import random
 import statistics
 import time
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch, StepResult
 from paceline.core.request import Request

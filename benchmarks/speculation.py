@@ -14,7 +14,7 @@ from random import Random
 from statistics import median
 
 from benchmarks.dialled import VOCABULARY, Dial, pair
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.core.batch import Batch
 from paceline.core.request import SamplingParams

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import workload
 from benchmarks.checkpoints import checkpoint
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.cli.profile import goal_budget
 from paceline.controller import GroupConfig
 from paceline.engine.profiler import profile

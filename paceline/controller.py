@@ -7,11 +7,15 @@ to repeat every decision.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from paceline.batching.budget import GoalBudget
+from paceline.batching.compiled import plain
+from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import policy
-from paceline.batching.scheduler import Scheduler, SchedulerConfig
+from paceline.batching.scheduler import Scheduler
+from paceline.batching.sharing import fewest, next_in_turn
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Advance, Cancel, Complete, Emitted, Event, Input, Reset, Submit
-from paceline.core.protocols import Budget, Lookahead
+from paceline.core.protocols import Lookahead
 from paceline.core.request import Request, Sequence
 
 
@@ -24,7 +28,7 @@ class GroupConfig:
     policy: str = "paceline"
     pipeline: int = 1  # batches in flight at most
     max_waiting: int | None = None  # requests beyond those are rejected
-    budget: Budget | None = None  # chooses the width of each step; None: always `scheduler.token_budget`
+    budget: GoalBudget | None = None  # chooses the width of each step; None: always `scheduler.token_budget`
     predict: Callable[[StepShape], float] | None = None  # seconds of a step on a machine at its usual pace
     lookahead: Callable[[], Lookahead] | None = None  # how many tokens to draft; None: as many as there is room for
     device: int | None = None  # groups with the same one share its stages, a step at a time; None: nobody else's
@@ -38,7 +42,6 @@ class GroupConfig:
 class GroupState:
     config: GroupConfig
     scheduler: Scheduler
-    next_batch: int = 0
     served: int = 0  # when it had its last step, of those that share a device
 
 
@@ -101,11 +104,13 @@ class Controller:
         groups = self.groups
         if sum(len(groups[i].scheduler.flying) for i in lanes) >= max(groups[i].config.pipeline for i in lanes):
             return None
-        for index in sorted(lanes, key=lambda i: groups[i].served):
-            if batch := self.next_batch(index, now):
+        served, tried = [groups[i].served for i in lanes], [False] * len(lanes)
+        while (at := plain(next_in_turn)(served, tried)) >= 0:
+            if batch := self.next_batch(lanes[at], now):
                 self._steps += 1
-                groups[index].served = self._steps
+                groups[lanes[at]].served = self._steps
                 return batch
+            tried[at] = True
         return None
 
     def submit(self, request: Request, now: float, admitted: bool = False) -> list[Event]:
@@ -118,9 +123,10 @@ class Controller:
         if not hosts:
             return [Event("rejected", now, -1, request.id, detail=f"model: no group serves {request.model!r}")]
         reasons = [self._refusal(self.groups[i], request, admitted) for i in hosts]
-        able = [i for i, reason in zip(hosts, reasons, strict=True) if not reason] or hosts[:1]
-        index = min(able, key=lambda i: len(self.groups[i].scheduler.waiting) + len(self.groups[i].scheduler.running))
-        scheduler, reason = self.groups[index].scheduler, reasons[hosts.index(index)]
+        queued = [self.groups[i].scheduler.num_sequences for i in hosts]
+        chosen = max(0, plain(fewest)(queued, [not reason for reason in reasons]))
+        index, reason = hosts[chosen], reasons[chosen]
+        scheduler = self.groups[index].scheduler
         if request.id in self.sequences:
             reason = "id: taken by another request"
         if reason:
@@ -133,18 +139,13 @@ class Controller:
         bound = group.config.max_waiting
         if not group.scheduler.fits(request.prompt_tokens, request.max_tokens):
             return "length: the KV cache cannot hold the request even alone"
-        if bound is not None and len(group.scheduler.waiting) >= bound and not admitted:
+        if bound is not None and group.scheduler.num_waiting >= bound and not admitted:
             return "queue: full"
         return ""
 
     def next_batch(self, group: int, now: float) -> Batch | None:
         """The group's next step; None when it has nothing to do or its pipeline is full."""
-        state = self.groups[group]
-        if state.scheduler.full:
-            return None
-        batch = state.scheduler.compose(state.next_batch, group)
-        state.next_batch += batch is not None
-        return batch
+        return self.groups[group].scheduler.compose(group)
 
     def complete(self, group: int, batch_id: int, result: StepResult, now: float) -> list[Event]:
         """Takes what a batch yielded. A batch that a reset has overtaken is unknown and changes nothing."""

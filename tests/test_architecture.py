@@ -8,7 +8,8 @@ import pytest
 ROOT = Path(__file__).parents[1] / "paceline"
 LAYERS = [
     {"core"},
-    {"placement", "batching", "speculation", "workload", "latency", "metrics"},
+    {"latency"},
+    {"placement", "batching", "speculation", "workload", "metrics"},
     {"controller"},
     {"simulator", "runtime", "engine"},
     {"server"},

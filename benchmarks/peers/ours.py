@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import workload
 from benchmarks.peers.child import THREADS, Tokens, serve
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline

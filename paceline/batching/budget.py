@@ -1,13 +1,18 @@
 """How wide a step may be, from predicted times (Sarathi-Serve, OSDI'24, section 4.3; docs/latency.md)."""
 
-from bisect import bisect_right
+# mypy: disable-error-code=no-any-return
+
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from paceline.batching.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, part, plain
+from paceline.batching.state import GOAL, KNEE, MARGIN, MAXIMUM, NONE, PACE, SPENT, TILE, WIDTH, Floats, Ints, State
 from paceline.core.batch import StepShape
+from paceline.latency.step_time import predicted
 
-TOKENS = attrgetter("tokens")
+seconds = part(predicted)
 
 
 class Pace:
@@ -47,7 +52,8 @@ class GoalBudget:
     goal no step can hold, and the decodes pay one tile at most for it, most of which is computed anyway.
     """
 
-    seconds: Callable[[StepShape], float]  # must not fall as a step widens
+    linear: tuple[float, ...]  # seconds of a step by its tokens, and the other terms (`latency.step_time.StepTime`)
+    terms: tuple[float, ...]
     tile: int
     knee: int
     maximum: int
@@ -62,26 +68,78 @@ class GoalBudget:
         pace: float = 1.0,
         spent: float = 0.0,
     ) -> int:
-        goals = [(goal - spent) / (pace * (1 + self.margin)) for goal in (self.tbt, tbt) if goal is not None]
-        widest = self._within(min(goals), shape, prompts) if goals and shape.decodes else self.knee
-        return min(self.maximum, max(widest, (shape.tokens // self.tile + 1) * self.tile))
+        """Tokens of the whole step, `shape`, its decodes, included; more than a group's `token_budget` counts as that.
 
-    def _within(self, goal: float, shape: StepShape, prompts: Sequence[tuple[int, int]]) -> int:
-        """The largest multiple of the tile whose step, filled from the prompts in order, is within the goal."""
-        filled = [shape]  # with the first prompts whole
-        for context, left in prompts:
-            if filled[-1].tokens >= self.maximum:
-                break
-            filled.append(filled[-1].add(context, left, True))
+        `prompts`: (context, remaining) tokens of the prompts that could be chunked, in the order in which they would
+        be. `tbt`: seconds, the tightest goal among the running sequences that decode; None: nobody has one. `pace`:
+        what steps took of late over what was predicted for them. `spent`: seconds for drafting beside all that.
+        """
+        goal = min(NONE if one is None else one for one in (self.tbt, tbt))
+        rows = np.array(prompts, np.int64).reshape(-1, 2)
+        within = (goal - spent) / (pace * (1 + self.margin))
+        return int(_widest(*self.arrays(), self.tile, self.knee, self.maximum, within, np.array(shape), rows))
 
-        def late(tiles: int) -> bool:
-            width = tiles * self.tile
-            whole = bisect_right(filled, width, key=TOKENS) - 1
-            step = filled[whole]
-            if width > step.tokens and whole < len(filled) - 1:
-                step = step.add(prompts[whole][0], width - step.tokens, False)
-            return self.seconds(step) > goal
+    def of_share(self, share: float) -> "GoalBudget":
+        """Where a step takes this share of the time."""
+        linear, terms = (tuple(share * seconds for seconds in some) for some in (self.linear, self.terms))
+        return replace(self, linear=linear, terms=terms)
 
-        decodes = shape.tokens // self.tile
-        most = min(self.maximum // self.tile, -(-filled[-1].tokens // self.tile))
-        return (bisect_right(range(decodes + 1, most + 1), False, key=late) + decodes) * self.tile
+    def arrays(self) -> tuple[Floats, Floats]:
+        """What steps take, as compiled code reads it."""
+        return np.array(self.linear), np.array(self.terms)
+
+
+@part
+def room_within_goals(s: State, prompts: Ints, read: int, goal: float) -> int:
+    """Tokens of a step whose decodes are taken, and read so many from the cache. `goal`: seconds, of those."""
+    shape, width = np.zeros(7, np.int64), s.now[WIDTH]
+    shape[0] = shape[1] = shape[2] = width
+    shape[3] = read
+    within = (min(s.factors[GOAL], goal) - s.factors[SPENT]) / (s.factors[PACE] * (1 + s.factors[MARGIN]))
+    return widest(s.linear, s.terms, s.limits[TILE], s.limits[KNEE], s.limits[MAXIMUM], within, shape, prompts)
+
+
+@part
+def widest(
+    linear: Floats, terms: Floats, tile: int, knee: int, maximum: int, goal: float, shape: Ints, prompts: Ints
+) -> int:
+    """`GoalBudget`, for a goal in seconds of a predicted step; infinity is none."""
+    decodes = shape[0] // tile
+    width = knee
+    if goal < np.inf and shape[2] > 0:
+        filled = shape.copy()  # with the first prompts whole
+        for i in range(len(prompts)):
+            if filled[0] < maximum and prompts[i, 1] > 0:
+                _add(filled, prompts[i, 0], prompts[i, 1], True)
+        # the largest multiple of the tile whose step, filled from the prompts in order, is within the goal
+        low, high = decodes, min(maximum // tile, -(-filled[0] // tile))
+        while low < high:
+            middle = (low + high + 1) // 2
+            step, left = shape.copy(), middle * tile - shape[0]
+            for i in range(len(prompts)):
+                if left > 0 and prompts[i, 1] > 0:
+                    _add(step, prompts[i, 0], min(left, prompts[i, 1]), left >= prompts[i, 1])
+                    left -= prompts[i, 1]
+            if seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6])) > goal:
+                high = middle - 1
+            else:
+                low = middle
+        width = low * tile
+    return min(maximum, max(width, (decodes + 1) * tile))
+
+
+@part
+def _add(shape: Ints, start: int, length: int, emits: bool) -> None:
+    """`StepShape.add`, of a chunk."""
+    shape[0] += length
+    shape[1] += emits
+    if length == 1:
+        shape[2] += 1
+        shape[3] += start
+    else:
+        shape[4] += start
+        shape[5] += length * (2 * start + length + 1) // 2
+        shape[6] += 1
+
+
+_widest = entry(I64, FLOATS, FLOATS, I64, I64, I64, F64, INTS, INTS_2D)(plain(widest))

@@ -1,101 +1,160 @@
-"""Batching policies by name: each composes one step out of the scheduler's moves.
+"""Batching policies by name: each composes one step out of the moves.
 
-The published ones are in their papers' order and terms; under memory pressure all follow rules M1-M5 (`scheduler`),
-which the published code does not.
+The published ones are in their papers' order and terms; under memory pressure all follow rules M1-M5 (`moves`),
+which the published code does not. All are compiled, with their moves, into one function, `compose`.
 """
 
-from collections import deque
-from collections.abc import Callable
+# mypy: disable-error-code=no-any-return
 
-from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
-from paceline.core.request import Request, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.batching.compiled import part
+from paceline.batching.config import SchedulerConfig
+from paceline.batching.moves import (
+    admit,
+    arrive,
+    chunk,
+    decode,
+    decode_alone,
+    depart,
+    next_idle_prompt,
+    next_prompt,
+    num_decoding,
+    num_drafted,
+    num_waiting,
+    room,
+)
+from paceline.batching.state import (
+    AT,
+    CHUNKS_LAST,
+    COHORTS,
+    DECODES,
+    ENTERING,
+    FLYING,
+    HEAD,
+    LATE,
+    LOST,
+    MAX_BATCH,
+    MAX_PROMPT_TOKENS,
+    NEXT_BATCH,
+    NEXT_COHORT,
+    NONE,
+    PIPELINE,
+    POLICY,
+    PREEMPTED,
+    RUNNING,
+    SLICES,
+    TOKEN_BUDGET,
+    WIDTH,
+    Bytes,
+    State,
+)
+from paceline.core.request import COHORT, IN_FLIGHT, KNOWN
 
 PATIENCE_S = 60.0  # a prompt without a goal counts as one that wants its first token after so long
+ALL = 1 << 62  # tokens, decodes
 
 
-class RequestLevel:
+@part
+def request_level(s: State) -> None:
     """A batch runs until all its members have ended; only then does the next one begin (FasterTransformer)."""
+    now = s.now
+    for _ in range(now[COHORTS]):
+        cohort, members, idle = s.cohorts[0], 0, True
+        for k in range(now[COHORTS] - 1):
+            s.cohorts[k] = s.cohorts[k + 1]
+        for k in range(now[RUNNING]):
+            slot = s.running[k]
+            if s.numbers[slot, COHORT] == cohort:
+                s.listed[members] = slot
+                members += 1
+                idle &= s.numbers[slot, IN_FLIGHT] == 0
+        s.cohorts[now[COHORTS] - 1] = cohort
+        if members == 0:
+            now[COHORTS] -= 1
+        elif idle:
+            for k in range(members):
+                decode_alone(s, s.listed[k])
+            return
+    slot = admit(s)
+    if slot >= 0:
+        now[NEXT_COHORT] += 1
+        s.cohorts[now[COHORTS]] = now[NEXT_COHORT]
+        now[COHORTS] += 1
+    while slot >= 0:
+        chunk(s, slot, ALL)
+        s.numbers[slot, COHORT] = now[NEXT_COHORT]
+        slot = admit(s)
 
-    def __init__(self) -> None:
-        self._batches: deque[list[Sequence]] = deque()  # one per pipeline stage at most, the first to come back first
 
-    def __call__(self, scheduler: Scheduler) -> None:
-        for _ in range(len(self._batches)):
-            batch = [member for member in self._batches.popleft() if member.blocks]
-            idle = not any(member.in_flight for member in batch)
-            if batch:
-                self._batches.append(batch)
-            if batch and idle:
-                scheduler.decode_each(batch)
-                return
-        batch = []
-        while sequence := scheduler.admit():
-            scheduler.chunk(sequence)
-            batch.append(sequence)
-        if batch:
-            self._batches.append(batch)
-
-
-def orca(scheduler: Scheduler) -> None:
+@part
+def orca(s: State) -> None:
     """Iteration-level batching (Orca, OSDI'22): decodes, and whole new prompts; reserves memory for the longest."""
-    scheduler.decode()
-    while sequence := scheduler.admit():
-        scheduler.chunk(sequence)
+    decode(s, ALL)
+    new_chunks(s, ALL)
 
 
-def prefill_first(scheduler: Scheduler) -> None:
+@part
+def prefill_first(s: State) -> None:
     """Prompts before decodes, never both in a batch (vLLM before 2024, SOSP'23).
 
     At most `max_num_batched_tokens` of prompts a step; a longer prompt goes alone.
     """
-    left = scheduler.config.max_num_batched_tokens
-    while scheduler.waiting and (scheduler.waiting[0].known <= left or not scheduler.width):
-        sequence = scheduler.admit()
-        if sequence is None:
+    left = s.limits[MAX_PROMPT_TOKENS]
+    while num_waiting(s) > 0 and (s.numbers[s.waiting[s.now[HEAD]], KNOWN] <= left or s.now[WIDTH] == 0):
+        slot = admit(s)
+        if slot < 0:
             break
-        left -= scheduler.chunk(sequence)
-    if not scheduler.width:
-        scheduler.decode()
+        left -= chunk(s, slot, ALL)
+    if s.now[WIDTH] == 0:
+        decode(s, ALL)
 
 
-def prefill_first_padded(scheduler: Scheduler) -> None:
+@part
+def prefill_first_padded(s: State) -> None:
     """`prefill_first` as Vidur has it: prompts count as long as the longest of the step, and a step of a
     pipeline takes at most its share of `max_batch`."""
-    config = scheduler.config
-    most = max(1, config.max_batch // scheduler.pipeline)
+    most = max(1, s.limits[MAX_BATCH] // s.limits[PIPELINE])
     count, longest = 0, 0
-    while scheduler.waiting and count < most:
-        longest = max(longest, scheduler.waiting[0].known)
-        if count and longest * (count + 1) > config.max_num_batched_tokens:
+    while num_waiting(s) > 0 and count < most:
+        longest = max(longest, s.numbers[s.waiting[s.now[HEAD]], KNOWN])
+        if count > 0 and longest * (count + 1) > s.limits[MAX_PROMPT_TOKENS]:
             break
-        sequence = scheduler.admit()
-        if sequence is None:
+        slot = admit(s)
+        if slot < 0:
             break
-        scheduler.chunk(sequence)
+        chunk(s, slot, ALL)
         count += 1
-    if not count:
-        scheduler.decode(most)
+    if count == 0:
+        decode(s, most)
 
 
-def sarathi_2023(scheduler: Scheduler) -> None:
+@part
+def sarathi_2023(s: State) -> None:
     """Decode-maximal batches (SARATHI, 2023, section 4.3): all decodes and one chunk of a fixed size."""
-    scheduler.decode()
-    one_chunk(scheduler, scheduler.config.token_budget - scheduler.num_drafted)
+    decode(s, ALL)
+    one_chunk(s, s.limits[TOKEN_BUDGET] - num_drafted(s))
 
 
-def sarathi_2023_tile_aligned(scheduler: Scheduler) -> None:
+@part
+def sarathi_2023_tile_aligned(s: State) -> None:
     """The same, but the whole batch is a chunk wide, if that leaves a token of the prompt (section 4.4)."""
-    scheduler.decode()
-    one_chunk(scheduler, max(1, scheduler.room()))
+    decode(s, ALL)
+    one_chunk(s, max(1, room(s)))
 
 
-def one_chunk(scheduler: Scheduler, most: int) -> None:
+@part
+def one_chunk(s: State, most: int) -> None:
     """Of the first prompt that is under way, or of a new one."""
-    if sequence := next(iter(scheduler.idle_prompts()), None) or scheduler.admit():
-        scheduler.chunk(sequence, most)
+    at = next_idle_prompt(s, 0)
+    slot = s.prompts[at] if at >= 0 else admit(s)
+    if slot >= 0:
+        chunk(s, slot, most)
 
 
-def sarathi_serve(scheduler: Scheduler) -> None:
+@part
+def sarathi_serve(s: State) -> None:
     """Stall-free batching (Sarathi-Serve, OSDI'24, Algorithm 3).
 
     Every decode rides in every batch and costs one token of the budget; then unfinished prompts, then new ones get
@@ -104,52 +163,56 @@ def sarathi_serve(scheduler: Scheduler) -> None:
     Differs from the published code in that a chunk is never negative.
     """
     # lines 6-8: pack all the decodes
-    scheduler.decode()
-    left = scheduler.room()
+    decode(s, ALL)
+    left = room(s)
     # lines 9-12: then the prompts that are under way
-    left = chunks(scheduler, left)
+    left = chunks(s, left)
     # lines 13-20: then new requests, first come first served
-    new_chunks(scheduler, left)
+    new_chunks(s, left)
 
 
-def chunks(scheduler: Scheduler, left: int) -> int:
+@part
+def chunks(s: State, left: int) -> int:
     """Of the prompts that are under way, in order, `left` tokens in all; returns what is left of those."""
-    for sequence in scheduler.idle_prompts():
-        if left <= 0:
-            break
-        left -= scheduler.chunk(sequence, left)
+    at = next_idle_prompt(s, 0)
+    while left > 0 and at >= 0:
+        slot = s.prompts[at]
+        left -= chunk(s, slot, left)
+        at = next_idle_prompt(s, at if s.prompts[at] != slot else at + 1)  # a prompt taken to its end has left
     return left
 
 
-def new_chunks(scheduler: Scheduler, left: int) -> None:
+@part
+def new_chunks(s: State, left: int) -> None:
     """Of waiting prompts, `left` tokens in all."""
-    while left > 0 and (sequence := scheduler.admit()):
-        left -= scheduler.chunk(sequence, left)
+    while left > 0:
+        slot = admit(s)
+        if slot < 0:
+            break
+        left -= chunk(s, slot, left)
 
 
-class ChunkedPrefillOnly:
+@part
+def chunked_prefill_only(s: State) -> None:
     """Ablation of Sarathi-Serve (OSDI'24, table 4): batches of chunks and of decodes alternate, never mixed.
 
     New prompts come in only when none is under way.
     """
-
-    def __init__(self) -> None:
-        self._chunks_last = False
-
-    def __call__(self, scheduler: Scheduler) -> None:
-        for chunks_now in (not self._chunks_last, self._chunks_last):
-            if not chunks_now:
-                scheduler.decode()
-            elif scheduler.idle_prompts():
-                chunks(scheduler, scheduler.room())
-            else:
-                new_chunks(scheduler, scheduler.room())
-            if scheduler.width:
-                self._chunks_last = chunks_now
-                return
+    last = s.now[CHUNKS_LAST]
+    for chunks_now in (1 - last, last):
+        if chunks_now == 0:
+            decode(s, ALL)
+        elif next_idle_prompt(s, 0) >= 0:
+            chunks(s, room(s))
+        else:
+            new_chunks(s, room(s))
+        if s.now[WIDTH] > 0:
+            s.now[CHUNKS_LAST] = chunks_now
+            return
 
 
-def paceline(scheduler: Scheduler) -> None:
+@part
+def paceline(s: State) -> None:
     """Sarathi-Serve's stall-free batches, for pipelines and for goals. Ours; not in a paper.
 
     * Decodes are spread evenly over the micro-batches of a pipeline; published code gives all to the first free one.
@@ -161,19 +224,29 @@ def paceline(scheduler: Scheduler) -> None:
 
     With one stage and without goals the batches are those of `sarathi_serve`.
     """
-    if scheduler.pipeline == 1:
-        scheduler.decode()
+    stages = s.limits[PIPELINE]
+    if stages == 1:
+        decode(s, ALL)
     else:
-        scheduler.decode(-(-scheduler.num_decoding // scheduler.pipeline), longest=True)
-    left = scheduler.room()
-    while left > 0 and (sequence := scheduler.next_prompt()):
-        left -= scheduler.chunk(sequence, left)
+        decode(s, (num_decoding(s) + stages - 1) // stages, True)
+    left = room(s)
+    while left > 0:
+        slot = next_prompt(s)
+        if slot < 0:
+            break
+        left -= chunk(s, slot, left)
 
 
-def first_token_wanted(request: Request) -> tuple[float, ...]:
-    """When, in seconds; among equals the first come is first served."""
-    goal = PATIENCE_S if request.slo.ttft is None else request.slo.ttft
-    return request.arrival + goal, request.arrival
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How the steps of a group are composed, beside the function of that name."""
+
+    number: int
+    reserves: bool = False  # admission takes the blocks of the longest sequence, and knows no watermark
+    late: bool = False  # composes a step when the first stage of the pipeline is free for it, not before
+    by_goal: bool = False  # prompts go by when their first token is wanted, else first come first served
+    # Tokens of a step to plan memory for; Orca and request-level batches know no bound but the cache.
+    widest: Callable[[SchedulerConfig], int] = lambda config: max(config.token_budget, config.max_batch)
 
 
 def chunk_and_decodes(config: SchedulerConfig) -> int:
@@ -184,16 +257,17 @@ def whole_prompts(config: SchedulerConfig) -> int:
     return config.max_num_batched_tokens + config.max_batch
 
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "request_level": lambda: Policy(RequestLevel(), reserves=True, widest=whole_prompts),
-    "orca": lambda: Policy(orca, reserves=True, widest=whole_prompts),
-    "prefill_first": lambda: Policy(prefill_first, widest=whole_prompts),
-    "prefill_first_padded": lambda: Policy(prefill_first_padded, widest=whole_prompts),
-    "sarathi_2023": lambda: Policy(sarathi_2023, widest=chunk_and_decodes),
-    "sarathi_2023_tile_aligned": lambda: Policy(sarathi_2023_tile_aligned, widest=chunk_and_decodes),
-    "sarathi_serve": lambda: Policy(sarathi_serve),
-    "chunked_prefill_only": lambda: Policy(ChunkedPrefillOnly()),
-    "paceline": lambda: Policy(paceline, late=True, place=first_token_wanted),
+PACELINE, SARATHI_SERVE, SARATHI_2023, TILE_ALIGNED, CHUNKED_ONLY, PREFILL_FIRST, PADDED, ORCA, REQUEST_LEVEL = range(9)
+POLICIES = {
+    "request_level": Policy(REQUEST_LEVEL, reserves=True, widest=whole_prompts),
+    "orca": Policy(ORCA, reserves=True, widest=whole_prompts),
+    "prefill_first": Policy(PREFILL_FIRST, widest=whole_prompts),
+    "prefill_first_padded": Policy(PADDED, widest=whole_prompts),
+    "sarathi_2023": Policy(SARATHI_2023, widest=chunk_and_decodes),
+    "sarathi_2023_tile_aligned": Policy(TILE_ALIGNED, widest=chunk_and_decodes),
+    "sarathi_serve": Policy(SARATHI_SERVE),
+    "chunked_prefill_only": Policy(CHUNKED_ONLY),
+    "paceline": Policy(PACELINE, late=True, by_goal=True),
 }
 ALIASES = {
     "ft": "request_level",
@@ -205,8 +279,71 @@ ALIASES = {
 
 
 def policy(name: str) -> Policy:
-    """A policy with its state, for one group. Raises ValueError for an unknown name."""
+    """Raises ValueError for an unknown name."""
     known = ALIASES.get(name, name)
     if known not in POLICIES:
         raise ValueError(f"policy: {name!r} is not one of {', '.join(sorted([*POLICIES, *ALIASES]))}")
-    return POLICIES[known]()
+    return POLICIES[known]
+
+
+@part
+def compose(s: State) -> int:
+    """The next step of the group's policy, in flight from now on: how many slices, and in `s` all about them. 0: there
+    is nothing to do, or it has to wait. `s.lost` says who lost its blocks for it."""
+    now, number = s.now, s.limits[POLICY]
+    now[LOST] = 0
+    if now[FLYING] >= s.limits[PIPELINE] or now[ENTERING] >= 0:
+        return 0  # the pipeline takes no batch now
+    now[AT] = now[NEXT_BATCH] % s.limits[PIPELINE]
+    while True:
+        now[SLICES] = now[DECODES] = now[WIDTH] = now[PREEMPTED] = 0
+        if number == PACELINE:
+            paceline(s)
+        elif number == SARATHI_SERVE:
+            sarathi_serve(s)
+        elif number == SARATHI_2023:
+            sarathi_2023(s)
+        elif number == TILE_ALIGNED:
+            sarathi_2023_tile_aligned(s)
+        elif number == CHUNKED_ONLY:
+            chunked_prefill_only(s)
+        elif number == PREFILL_FIRST:
+            prefill_first(s)
+        elif number == PADDED:
+            prefill_first_padded(s)
+        elif number == ORCA:
+            orca(s)
+        else:
+            request_level(s)
+        if now[SLICES] > 0 or now[PREEMPTED] == 0:
+            break  # else what was preempted may come in again, in a step of its own (M5)
+    if now[SLICES] > 0:
+        depart(s)
+        now[FLYING] += 1
+        if s.limits[LATE] > 0:
+            now[ENTERING] = now[NEXT_BATCH]
+        now[NEXT_BATCH] += 1
+    return now[SLICES]
+
+
+@part
+def leave_first_stage(s: State, batch: int) -> None:
+    """The batch is in the second one."""
+    if s.now[ENTERING] == batch:
+        s.now[ENTERING] = -1
+
+
+@part
+def land(s: State, batch: int, tokens: Bytes) -> int:
+    """The batch is done, and its slices yielded so many tokens. Returns their sum."""
+    leave_first_stage(s, batch)
+    s.now[FLYING] -= 1
+    return arrive(s, batch % s.limits[PIPELINE], tokens)
+
+
+@part
+def wanted(arrival: float, ttft: float, by_goal: bool) -> float:
+    """When a request's first token is, in seconds; prompts go in this order. `ttft`: infinity is no goal."""
+    if not by_goal:
+        return arrival
+    return arrival + (ttft if ttft < NONE else PATIENCE_S)

@@ -1,317 +1,231 @@
-"""The queues of one group, and the moves that every batching policy is made of.
+"""A group's scheduler as the controller and the engine's driver see it: requests in, batches out.
 
-Memory rules M1-M5 (where the published schedulers err under memory pressure, see `docs/batching.md`):
-
-* M1 admission reserves the blocks of the whole prompt and leaves the watermark free;
-* M2 a decode needs a new block only if its KV does not fit in the blocks held;
-* M3 if that block is not free, the latest arrival behind it in the queue is preempted, else the sequence itself;
-* M4 a preempted sequence goes back to its place in the waiting queue and later recomputes prompt and output;
-* M5 nothing is admitted in a step that preempted.
+What decides is compiled, `policies.compose` and its `moves`, over the arrays of a `state.State`. Here are the names of
+requests, the handles of sequences, the batches in flight, and what is learnt from steps.
 """
 
-from bisect import bisect_left, insort
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from heapq import merge
-from operator import attrgetter
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from paceline.batching import table as compiled
-from paceline.batching.blocks import Blocks
-from paceline.batching.budget import Pace
-from paceline.batching.table import DRAFT, LENGTH, SLOT, START, Ints, Table
-from paceline.core.batch import Batch, StepResult, StepShape
-from paceline.core.protocols import Budget, Lookahead
-from paceline.core.request import (
-    COMPUTED,
-    HASHED,
-    IN_FLIGHT,
-    KNOWN,
-    MAX_DRAFT_TOKENS,
-    PROMPT,
-    ROOM,
-    SCHEDULED,
-    Request,
-    Sequence,
+from paceline.batching import blocks, moves, policies
+from paceline.batching.budget import GoalBudget, Pace
+from paceline.batching.compiled import BOOL, BYTES, F64, I64, STATE, VOID, Handle, entry, plain
+from paceline.batching.config import SchedulerConfig
+from paceline.batching.policies import Policy
+from paceline.batching.state import (
+    ADAPTIVE,
+    ARRIVAL,
+    BLOCK_SIZE,
+    CACHED_TOKENS,
+    DECODES,
+    DRAFT,
+    DRAFTING,
+    ENTERING,
+    FLYING,
+    FREE_SLOTS,
+    GOAL,
+    HEAD,
+    KNEE,
+    LATE,
+    LENGTH,
+    LOST,
+    MARGIN,
+    MAX_BATCH,
+    MAX_MODEL_LEN,
+    MAX_PROMPT_TOKENS,
+    MAXIMUM,
+    NEXT_BATCH,
+    NONE,
+    NUM_BLOCKS,
+    NUM_FACTORS,
+    NUM_LIMITS,
+    PACE,
+    PIPELINE,
+    POLICY,
+    PROMPTS,
+    RESERVES,
+    RUNNING,
+    SLOT,
+    SPENT,
+    START,
+    TAIL,
+    TILE,
+    TOKEN_BUDGET,
+    WANTED,
+    WATERMARK,
+    State,
+    grown,
+    make,
 )
+from paceline.core.batch import Batch, StepResult, StepShape
+from paceline.core.protocols import Lookahead
+from paceline.core.request import HASHED, IN_FLIGHT, SERIAL, Request, Sequence
 
-BY_ARRIVAL = attrgetter("order")
-BY_PLACE = attrgetter("place")
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limits of a group. Tokens, sequences and blocks. Raises ValueError for values that make no sense."""
-
-    token_budget: int = 512  # new tokens of a step (Sarathi-Serve's tau); of a chunk (SARATHI's C)
-    max_batch: int = 256  # sequences that are running
-    block_size: int = 16
-    num_blocks: int = 4096
-    watermark: float = 0.0  # share of the blocks that admission leaves free
-    max_model_len: int | None = None  # tokens that `orca` and `request_level` reserve; None: what a request may need
-    max_num_batched_tokens: int = 8192  # prompt tokens of a step of `prefill_first`
-
-    def __post_init__(self) -> None:
-        least = {"token_budget": 1, "max_batch": 1, "block_size": 1, "num_blocks": 0, "max_num_batched_tokens": 1}
-        for name, bound in least.items():
-            if getattr(self, name) < bound:
-                raise ValueError(f"{name}: {getattr(self, name)} is not at least {bound}")
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ValueError(f"max_model_len: {self.max_model_len} is not at least 1")
-        if not 0 <= self.watermark < 1:
-            raise ValueError(f"watermark: {self.watermark} is not a share in [0, 1)")
-
-    @property
-    def watermark_blocks(self) -> int:
-        return int(self.watermark * self.num_blocks)
+Predict = Callable[[StepShape], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """How the steps of a group are composed."""
+_compose = entry(I64, STATE)(plain(policies.compose))
+_land = entry(I64, STATE, I64, BYTES)(plain(policies.land))
+_fits = entry(BOOL, STATE, I64, I64)(plain(moves.fits))
+_add = entry(I64, STATE, I64, I64, F64, F64, F64, I64)(plain(moves.add))
+_preempt = entry(VOID, STATE, I64)(plain(moves.preempt))
+_take_no_more = entry(VOID, STATE, I64)(plain(moves.take_no_more))
+_end = entry(VOID, STATE, I64)(plain(moves.end))
+_pending = entry(I64, STATE, I64)(plain(moves.pending))
+_forget_all = entry(VOID, STATE)(plain(blocks.forget_all))
 
-    compose: Callable[["Scheduler"], None]  # one step, by the scheduler's moves
-    reserves: bool = False  # admission takes the blocks of the longest sequence, and knows no watermark
-    late: bool = False  # composes a step when the first stage of the pipeline is free for it, not before
-    place: Callable[[Request], tuple[float, ...]] = lambda request: (request.arrival,)  # order among prompts
-    # Tokens of a step to plan memory for; Orca and request-level batches know no bound but the cache.
-    widest: Callable[[SchedulerConfig], int] = lambda config: max(config.token_budget, config.max_batch)
+# likewise, interpreted
+_leave_first_stage, _wanted = plain(policies.leave_first_stage), plain(policies.wanted)
+_num_free = plain(blocks.num_free)
+
+
+def make_state(
+    config: SchedulerConfig, policy: Policy, pipeline: int, budget: GoalBudget | None, adaptive: bool, slots: int = 256,
+    table: int = 1,
+) -> State:  # fmt: skip
+    """An empty group's, with room for so many sequences, and blocks of one."""
+    limits, factors = np.zeros(NUM_LIMITS, np.int64), np.zeros(NUM_FACTORS)
+    limits[TOKEN_BUDGET], limits[MAX_BATCH] = config.token_budget, config.max_batch
+    limits[BLOCK_SIZE], limits[NUM_BLOCKS] = config.block_size, config.num_blocks
+    limits[WATERMARK] = config.watermark_blocks
+    limits[MAX_MODEL_LEN], limits[MAX_PROMPT_TOKENS] = config.max_model_len or 0, config.max_num_batched_tokens
+    limits[POLICY], limits[RESERVES], limits[LATE] = policy.number, policy.reserves, policy.late
+    limits[PIPELINE], limits[ADAPTIVE] = pipeline, adaptive
+    factors[PACE], factors[GOAL] = 1.0, NONE
+    linear, terms = np.zeros(0), np.zeros(6)
+    if budget is not None:
+        limits[TILE], limits[KNEE], limits[MAXIMUM] = budget.tile, budget.knee, budget.maximum
+        factors[GOAL], factors[MARGIN] = NONE if budget.tbt is None else budget.tbt, budget.margin
+        linear, terms = budget.arrays()
+    return make(limits, factors, linear, terms, slots, table)
 
 
 class Scheduler:
-    """Waiting and running sequences, and the blocks that the running ones hold.
-
-    Running ones are in arrival order; waiting ones, and `prompts` (the running ones that have prompt tokens which no
-    batch has taken), in the policy's order.
-    """
+    """Waiting and running sequences, and the blocks that the running ones hold."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         policy: Policy,
-        budget: Budget | None = None,
+        budget: GoalBudget | None = None,
         pipeline: int = 1,
-        predict: Callable[[StepShape], float] | None = None,
+        predict: Predict | None = None,
         lookahead: Lookahead | None = None,
     ) -> None:
-        self.config, self.policy, self.budget, self.pipeline = config, policy, budget, pipeline
+        self.config, self.policy, self.pipeline = config, policy, pipeline
         self.lookahead = lookahead
         self.pace = Pace(predict) if predict else None
-        self.blocks = Blocks(config.num_blocks, config.block_size)
-        self.table = Table()
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.prompts: list[Sequence] = []
-        self.flying: dict[int, tuple[Batch, Ints]] = {}  # by the batch's number
-        self.entering: int | None = None  # the batch that is in the first of several stages, for policies that are late
-        self.preempted: list[Sequence] = []  # in the step being composed
-        self.cached_tokens = 0  # prompt tokens that the prefix cache saved, ever
-        self.width = self._num_slices = self._num_decodes = 0  # of the step being composed
-        self._draft_seconds = 0.0  # that drafting should take in it
+        self.state = make_state(config, policy, pipeline, budget, lookahead is not None)
+        self._handle = Handle(self.state)
+        self.flying: dict[int, Batch] = {}  # by the batch's number
+        self._sequences = np.empty(len(self.state.numbers), object)
+        self._ids = np.empty(len(self.state.numbers), object)
+        self.preempted: list[Sequence] = []  # until somebody takes note
         self._num_ended = 0  # sequences that ended and are part of a batch
-        self._serial = 0
 
-    def blocks_needed(self, tokens: int, max_tokens: int) -> int:
-        """The most blocks that a request may come to hold; its last token's KV is never stored."""
-        return self.blocks.blocks_for(tokens + max_tokens - 1)
+    # What it has
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In the policy's order."""
+        now = self.state.now
+        return self._sequences[self.state.waiting[now[HEAD] : now[TAIL]]].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def running(self) -> list[Sequence]:
+        """In arrival order."""
+        return self._sequences[self.state.running[: self.state.now[RUNNING]]].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def prompts(self) -> list[Sequence]:
+        """Running ones with prompt tokens which no batch has taken, in the policy's order."""
+        return self._sequences[self.state.prompts[: self.state.now[PROMPTS]]].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def num_waiting(self) -> int:
+        return int(self.state.now[TAIL] - self.state.now[HEAD])
+
+    @property
+    def num_sequences(self) -> int:
+        """Waiting and running."""
+        return self.num_waiting + self.num_running
+
+    @property
+    def num_running(self) -> int:
+        return int(self.state.now[RUNNING])
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds; some may hold a prefix worth keeping."""
+        return int(_num_free(self.state))
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache saved, ever."""
+        return int(self.state.now[CACHED_TOKENS])
+
+    @property
+    def entering(self) -> int | None:
+        """The batch that is in the first of several stages, for policies that are late."""
+        batch = int(self.state.now[ENTERING])
+        return None if batch < 0 else batch
 
     def fits(self, tokens: int, max_tokens: int) -> bool:
         """Whether the request can run when it is alone."""
-        if self.policy.reserves:
-            return self._reserved(tokens, max_tokens) <= self.config.num_blocks
-        return self.blocks_needed(tokens, max_tokens) <= self.config.num_blocks - self.config.watermark_blocks
+        return bool(_fits(self._handle, tokens, max_tokens))
 
-    @property
-    def full(self) -> bool:
-        """Whether the pipeline takes no batch now."""
-        return len(self.flying) >= self.pipeline or self.entering is not None
+    # Steps
 
     def advance(self, id: int) -> None:
         """The batch has left the first stage."""
-        if self.entering == id:
-            self.entering = None
+        _leave_first_stage(self.state, id)
 
-    def compose(self, id: int, group: int) -> Batch | None:
-        """The next step, which is in flight from now on; None: there is nothing to do, or it has to wait.
+    def compose(self, group: int) -> Batch | None:
+        """The next step, in flight from now on. None: there is nothing to do, or it has to wait.
 
-        `preempted` says who lost its blocks for it.
+        `preempted` grows by those who lost their blocks for it.
         """
-        preempted: list[Sequence] = []
-        while True:
-            self.preempted = []
-            self.width = self._num_slices = self._num_decodes = 0
-            self._draft_seconds = 0.0
-            self.policy.compose(self)
-            preempted += self.preempted
-            if self._num_slices or not self.preempted:
-                break  # else what was preempted may come in again, in a step of its own (M5)
-        self.preempted = preempted
-        count, table = self._num_slices, self.table
+        s, spent = self.state, 0.0
+        if self.lookahead and s.now[DRAFTING]:
+            budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
+            chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, _pending(self._handle, budget), budget)
+            s.chosen[: len(chosen)] = chosen
+        if self.pace:
+            s.factors[PACE], s.factors[SPENT] = self.pace.factor, spent
+        count, now = _compose(self._handle), s.now.tolist()
+        if now[LOST]:
+            self.preempted += self._sequences[s.lost[: now[LOST]]].tolist()
         if not count:
             return None
-        shape = StepShape(*compiled.depart(table.numbers, table.step, count, table.emits))
-        step = table.step[:, :count].copy()
-        slots, drafts = step[SLOT], step[DRAFT].tolist() if step[DRAFT].any() else None
+        number = now[NEXT_BATCH] - 1
+        step = s.steps[number % self.pipeline, :, :count]
+        slots, drafts = step[SLOT], step[DRAFT].tolist() if now[DRAFTING] and step[DRAFT].any() else None
+        shape = StepShape(*s.shape.tolist())
         batch = Batch(
-            id,
+            number,
             group,
-            table.ids[slots].tolist(),
-            table.sequences[slots].tolist(),
+            self._ids[slots].tolist(),
+            self._sequences[slots].tolist(),
             step[START].tolist(),
             step[LENGTH].tolist(),
-            table.emits[:count].tobytes(),
-            self._num_decodes,
+            s.emits[number % self.pipeline, :count].tobytes(),
+            now[DECODES],
             shape,
-            self._predicted(shape, drafts is not None),
-            tuple(preempted),
+            self._predicted(shape, spent if drafts else None),
+            tuple(self.preempted),
             drafts,
         )
-        self.flying[id] = batch, step
-        if self.policy.late:
-            self.entering = id
+        self.flying[number] = batch
         return batch
 
-    def _predicted(self, shape: StepShape, drafts: bool) -> float | None:
-        """Seconds of the step, if all is drafted that may be."""
-        if self.pace is None or (drafts and self.lookahead is None):
+    def _predicted(self, shape: StepShape, spent: float | None) -> float | None:
+        """Seconds of the step, if all is drafted that may be, which takes `spent`; None: nothing is drafted."""
+        if self.pace is None or (spent is not None and self.lookahead is None):
             return None
-        if drafts and self.lookahead:
-            return self.lookahead.verification(self.pace.predict(shape)) + self._draft_seconds
+        if spent is not None and self.lookahead:
+            return self.lookahead.verification(self.pace.predict(shape)) + spent
         return self.pace.seconds(shape)
-
-    # The moves
-
-    def decode(self, most: int | None = None, longest: bool = False) -> None:
-        """Takes every decode that is ready (M2, M3), or `most`: the first to arrive, or those with most to come.
-
-        With each go tokens to be drafted, as many as its request, the free blocks and `lookahead` allow.
-        """
-        assert not self._num_slices, "decodes come first"
-        table, budget = self.table, self.config.token_budget
-        order = table.longest_first() if longest else table.running[: table.count]
-        limit = table.count if most is None else most
-        drafts, deep = table.drafts, MAX_DRAFT_TOKENS
-        if self.lookahead is None:  # drafts leave prompts their half of the budget
-            spare = budget // (2 if self.prompts or self.waiting else 1)
-            deep = spare // max(1, min(limit, table.count)) - 1
-        elif table.drafts.any():
-            pending = self._pending(budget)
-            drafts, self._draft_seconds = self.lookahead.choose(table.numbers, drafts, order, pending, budget)
-
-        for grown in (self.config.block_size, 0):  # where blocks are short, drafts give way first
-            taken, short, needed, width = compiled.ready_decodes(
-                table.numbers, drafts, order, table.count, limit, deep, grown, table.step, table.listed
-            )
-            if needed <= self.blocks.num_free:
-                break
-        else:
-            chosen = table.sequences[table.step[SLOT, :taken]].tolist()
-            self.decode_each(sorted(chosen, key=BY_ARRIVAL))
-            return
-        for index in table.listed[:short].tolist():
-            sequence = table.sequences[table.step[SLOT, index]]
-            end = sequence.computed + int(table.step[LENGTH, index])
-            self._hold(sequence, self.blocks.blocks_for(end) - len(sequence.blocks))
-        self.width, self._num_slices, self._num_decodes = width, taken, taken
-
-    def decode_each(self, sequences: Iterable[Sequence]) -> None:
-        """Takes these decodes, in arrival order, one by one: some may be preempted for others before them (M2, M3)."""
-        for sequence in sequences:
-            if sequence.blocks and self._make_room(sequence):
-                self._add(sequence, 1)
-                self._num_decodes += 1
-
-    def room(self) -> int:
-        """Tokens that the step may still take: the fixed budget, or what `budget` makes of the decodes taken."""
-        width = self.config.token_budget
-        if self.budget is not None and (self.prompts or self.waiting):
-            table = self.table
-            _, starts, lengths, _ = table.step[:, : self._num_slices]
-            shape = StepShape(self.width, self.width, self.width, int(starts @ lengths))
-            tbt = compiled.tightest_tbt(table.numbers, table.tbt, table.running, table.count)
-            prompts = list(self._candidates(width - self.width))
-            goal, pace = None if tbt == compiled.NONE else tbt, self.pace.factor if self.pace else 1.0
-            width = min(self.budget(shape, prompts, goal, pace, self._draft_seconds), width)
-        return width - self.width
-
-    def chunk(self, sequence: Sequence, most: int | None = None) -> int:
-        """Takes the next part of a running prompt, at most `most` tokens (None: all); returns how many."""
-        left = sequence.prompt - sequence.scheduled
-        length = left if most is None else min(left, most)
-        self._add(sequence, length)
-        if length == left:
-            self.prompts.remove(sequence)
-        return length
-
-    @property
-    def num_drafted(self) -> int:
-        """Tokens of the step's decodes that are to be drafted."""
-        return int(self.table.step[DRAFT, : self._num_decodes].sum())
-
-    @property
-    def num_decoding(self) -> int:
-        """Running sequences whose prompt is computed, in flight or not."""
-        return int(compiled.num_decoding(self.table.numbers, self.table.running, self.table.count))
-
-    def idle_prompts(self) -> list[Sequence]:
-        """Running prompts with tokens left, in order, without those that are part of a batch."""
-        return [sequence for sequence in self.prompts if not sequence.in_flight]
-
-    def next_prompt(self) -> Sequence | None:
-        """The first of all prompts, running (part of a batch or not) or waiting, if it may come in."""
-        running = self.prompts[0] if self.prompts else None
-        if self.waiting and (running is None or self.waiting[0].place < running.place):
-            return self.admit() or running
-        return running
-
-    def admit(self) -> Sequence | None:
-        """Moves the first waiting sequence to the running ones, if it may (M1, M5)."""
-        if not self.waiting or self.preempted or len(self.running) >= self.config.max_batch:
-            return None
-        sequence = self.waiting[0]
-        # the last token is always computed, so that there are logits to sample from
-        hits = self.blocks.lookup(sequence.hashes, (sequence.known - 1) // self.config.block_size)
-        if self.policy.reserves:
-            request, kept_free = sequence.request, 0
-            new = self._reserved(request.prompt_tokens, request.max_tokens) - len(hits)
-        else:
-            kept_free = self.config.watermark_blocks
-            new = self.blocks.blocks_for(sequence.known) - len(hits)
-        if self.blocks.num_free - new - self.blocks.num_idle(hits) < kept_free:
-            return None
-        self.waiting.popleft()
-        self.blocks.share(hits)
-        sequence.blocks = hits + self.blocks.allocate(new)
-        row, cached = sequence.row, len(hits) * self.config.block_size
-        row[COMPUTED] = row[SCHEDULED] = cached
-        row[ROOM] = len(sequence.blocks) * self.config.block_size
-        self.cached_tokens += cached
-        index = bisect_left(self.running, sequence.order, key=BY_ARRIVAL)
-        self.running.insert(index, sequence)
-        self.table.insert_running(index, sequence)
-        insort(self.prompts, sequence, key=BY_PLACE)
-        return sequence
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes all blocks from a running sequence and queues it again (M4)."""
-        self._stop_running(sequence)
-        sequence.row[PROMPT] = sequence.row[KNOWN]
-        sequence.preemptions += 1
-        insort(self.waiting, sequence, key=BY_PLACE)
-        self.preempted.append(sequence)
-
-    # The life of a sequence
-
-    def add(self, request: Request) -> Sequence:
-        sequence = self.table.add(request, self._serial)
-        if self.lookahead:
-            self.lookahead.forget(sequence.slot)
-        sequence.place = (*self.policy.place(request), self._serial)
-        self._serial += 1
-        insort(self.waiting, sequence, key=BY_PLACE)
-        return sequence
 
     def complete(self, id: int, result: StepResult) -> tuple[Batch, list[int], bytes, int] | None:
         """A batch is done: its KV is computed, tokens were emitted, full blocks can be shared.
@@ -321,8 +235,8 @@ class Scheduler:
         """
         if id not in self.flying:
             return None
-        batch, step = self.flying.pop(id)
-        self.advance(id)
+        batch = self.flying.pop(id)
+        slots = self.state.steps[id % self.pipeline, SLOT, : len(batch.requests)]
         if self.pace and result.seconds and not batch.drafts:
             self.pace.observe(batch.shape, result.seconds - result.draft_seconds)
         tokens, gone = result.tokens, list[int]()
@@ -331,28 +245,38 @@ class Scheduler:
             ended = (index for index, sequence in enumerate(batch.sequences) if sequence.ended)
             gone = sorted({*result.failed, *ended})
             for index in gone:
-                step[SLOT, index] = -1
+                slots[index] = -1
                 tokens[index] = 0
                 batch.sequences[index].row[IN_FLIGHT] -= 1
         for index, hashes in result.hashes:
-            sequence = batch.sequences[index]
-            sequence.hashes.extend(hashes)
-            sequence.row[HASHED] = len(sequence.hashes)
-        table, size = self.table, self.config.block_size
+            self._know(batch.sequences[index], hashes)
         column = np.frombuffer(tokens, np.uint8)
-        if self.lookahead and table.drafts.any():
+        if self.lookahead and (batch.drafts or self.state.now[DRAFTING]):
             drafted = np.frombuffer(result.drafted or bytes(len(tokens)), np.uint8)
-            self.lookahead.observe(step[SLOT], drafted, column)
+            self.lookahead.observe(slots, drafted, column)
             if result.seconds and batch.num_decodes == len(tokens) and not gone:
                 read = batch.shape.decode_context  # as if all that was asked for had been drafted
                 self.lookahead.observe_times(drafted, read, result.seconds, result.draft_seconds)
-        total, filled = compiled.arrive(table.numbers, step, column, size, table.listed)
-        for index in table.listed[:filled].tolist():
-            sequence, start = batch.sequences[index], batch.starts[index]
-            full = min(sequence.computed // size, len(sequence.hashes))
-            for block in range(start // size, full):
-                self.blocks.register(sequence.blocks[block], sequence.hashes[block])
-        return batch, gone, bytes(tokens), total
+        return batch, gone, bytes(tokens), _land(self._handle, id, column)
+
+    # The life of a sequence
+
+    def add(self, request: Request) -> Sequence:
+        """It waits from now on. It must be one that `fits`."""
+        tokens, size = request.prompt_tokens + request.max_tokens, self.config.block_size
+        most = max(-(-tokens // size), (self.config.max_model_len or 0) // size)
+        slots = len(self.state.numbers) + (self.state.now[FREE_SLOTS] == 0)
+        self._grow(slots, most, len(request.prefix))
+        slo = request.slo
+        wanted = _wanted(request.arrival, _or_none(slo.ttft), self.policy.by_goal)
+        s, times = self.state, (request.arrival, wanted, _or_none(slo.tbt))
+        slot = _add(self._handle, request.prompt_tokens, request.max_tokens, *times, request.max_draft_tokens)
+        sequence = Sequence(request, slot, memoryview(s.numbers[slot]), memoryview(s.tables[slot]))
+        self._sequences[slot], self._ids[slot] = sequence, request.id
+        self._know(sequence, request.prefix)
+        if self.lookahead:
+            self.lookahead.forget(slot)
+        return sequence
 
     def end(self, sequence: Sequence) -> bool:
         """The sequence is done, failed or not wanted: dropped now (True), or when the last batch with it completes."""
@@ -360,96 +284,66 @@ class Scheduler:
         self._num_ended += flying - sequence.ended
         sequence.ended = flying
         if flying:
-            self._take_no_more(sequence)
+            _take_no_more(self._handle, sequence.slot)
             return False
-        if sequence.blocks:
-            self._stop_running(sequence)
-        else:
-            self.waiting.remove(sequence)
-        self.table.drop(sequence)
+        _end(self._handle, sequence.slot)
+        self._sequences[sequence.slot] = self._ids[sequence.slot] = None
         return True
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes all blocks from a running sequence, which is part of no batch, and queues it again (M4)."""
+        _preempt(self._handle, sequence.slot)
+        self.preempted.append(sequence)
 
     def reset(self) -> list[Sequence]:
         """The KV cache is lost: everything starts over, and no cached prefix is left. Returns those that had ended."""
         self.flying.clear()
-        self.entering = None
-        self.preempted = []
-        ended = [sequence for sequence in self.running if sequence.ended]
-        for sequence in self.running:
+        self.state.now[FLYING], self.state.now[ENTERING] = 0, -1
+        running = self.running
+        for sequence in running:
             sequence.row[IN_FLIGHT] = 0
+        ended = [sequence for sequence in running if sequence.ended]
         for sequence in ended:
             self.end(sequence)
-        for sequence in list(self.running):
+        for sequence in self.running:
             self.preempt(sequence)
-        self.blocks.forget()
+        _forget_all(self._handle)
         return ended
 
     def check(self) -> None:
         """Asserts the invariants: no block leaked, queues in order, nobody in both, the table as the handles say."""
-        self.blocks.check([s.blocks for s in self.running])
-        assert all(not s.blocks for s in self.waiting)
-        assert self.running == sorted(self.running, key=BY_ARRIVAL)
-        for queue in (list(self.waiting), self.prompts):
-            assert queue == sorted(queue, key=BY_PLACE)
-        assert self.prompts == sorted((s for s in self.running if s.scheduled < s.prompt), key=BY_PLACE)
-        assert [s.slot for s in self.running] == self.table.running[: self.table.count].tolist()
-        assert all(s.row[ROOM] == len(s.blocks) * self.config.block_size for s in self.running)
+        s = self.state
+        blocks.check(s, [sequence.blocks() for sequence in self.running])
+        assert all(not sequence.num_blocks for sequence in self.waiting)
+        times = [(s.times[q.slot, ARRIVAL], q.row[SERIAL]) for q in self.running]
+        assert times == sorted(times)
+        for queue in (self.waiting, self.prompts):
+            places = [(*s.times[q.slot, [WANTED, ARRIVAL]], q.row[SERIAL]) for q in queue]
+            assert places == sorted(places)
+        assert {q.slot for q in self.prompts} == {q.slot for q in self.running if q.scheduled < q.prompt}
+        assert all(q.computed <= q.num_blocks * self.config.block_size for q in self.running)
 
-    def _add(self, sequence: Sequence, length: int) -> None:
-        index, step = self._num_slices, self.table.step
-        step[:, index] = sequence.slot, sequence.scheduled, length, 0
-        self._num_slices += 1
-        self.width += length
+    def _know(self, sequence: Sequence, hashes: Iterable[int]) -> None:
+        """The hashes of blocks more of its tokens."""
+        for key in hashes:
+            known = sequence.row[HASHED]
+            self._grow(0, 0, known + 1)
+            self.state.hashes[sequence.slot, known] = key
+            sequence.row[HASHED] = known + 1
 
-    def _make_room(self, sequence: Sequence) -> bool:
-        """For one more token (M2, M3). False: the sequence was preempted itself."""
-        while sequence.computed == sequence.row[ROOM]:
-            if self.blocks.num_free:
-                self._hold(sequence, 1)
-                break
-            victim = next(s for s in reversed(self.running) if s is sequence or not s.in_flight)
-            self.preempt(victim)
-            if victim is sequence:
-                return False
-        return True
+    def _grow(self, slots: int, table: int, hashes: int) -> None:
+        """Sees to it that there is room for so many sequences, and blocks and hashes of one."""
+        old = self.state
+        if slots <= len(old.numbers) and table <= old.tables.shape[1] and hashes <= old.hashes.shape[1]:
+            return
+        self.state = s = grown(old, slots, table, hashes)
+        self._handle = Handle(s)
+        more = np.empty(len(s.numbers) - len(old.numbers), object)
+        self._sequences, self._ids = np.concatenate([self._sequences, more]), np.concatenate([self._ids, more])
+        for sequence in self._sequences:
+            if sequence is not None:
+                sequence.row, sequence.table = memoryview(s.numbers[sequence.slot]), memoryview(s.tables[sequence.slot])
 
-    def _hold(self, sequence: Sequence, more: int) -> None:
-        """Gives a running sequence blocks."""
-        sequence.blocks.extend(self.blocks.allocate(more))
-        sequence.row[ROOM] += more * self.config.block_size
 
-    def _reserved(self, tokens: int, max_tokens: int) -> int:
-        """Blocks of the longest sequence that the group serves, or that the request may become."""
-        return max((self.config.max_model_len or 0) // self.config.block_size, self.blocks_needed(tokens, max_tokens))
-
-    def _candidates(self, most: int) -> Iterator[tuple[int, int]]:
-        """(context, remaining) of the prompts that could be chunked next, as many as could take `most` tokens."""
-        for sequence in merge(self.prompts, self.waiting, key=BY_PLACE):
-            if most <= 0:
-                break
-            left = sequence.prompt - sequence.scheduled
-            most -= left
-            yield sequence.scheduled, left
-
-    def _pending(self, most: int) -> int:
-        """Prompt tokens that the step could take, up to `most`: of waiting prompts only if the first may come in."""
-        comes = self.waiting and len(self.running) < self.config.max_batch
-        if comes and self.blocks.blocks_for(self.waiting[0].known) <= self.blocks.num_free:
-            return min(most, sum(left for _, left in self._candidates(most)))
-        return min(most, sum(sequence.prompt - sequence.scheduled for sequence in self.prompts))
-
-    def _stop_running(self, sequence: Sequence) -> None:
-        index = bisect_left(self.running, sequence.order, key=BY_ARRIVAL)
-        del self.running[index]
-        self.table.remove_running(index)
-        self._take_no_more(sequence)
-        row = sequence.row
-        self.blocks.release(sequence.blocks)
-        sequence.blocks = []
-        row[COMPUTED] = row[SCHEDULED] = row[ROOM] = 0
-
-    def _take_no_more(self, sequence: Sequence) -> None:
-        """Of its prompt."""
-        if sequence.scheduled < sequence.prompt:
-            self.prompts.remove(sequence)
-            sequence.row[PROMPT] = sequence.row[SCHEDULED]
+def _or_none(goal: float | None) -> float:
+    return NONE if goal is None else goal

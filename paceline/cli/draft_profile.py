@@ -135,7 +135,7 @@ def measure(
 
 def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: float) -> Counts:
     """Continues each text alone, with at most `depth` tokens drafted a step."""
-    from paceline.batching.scheduler import SchedulerConfig
+    from paceline.batching.config import SchedulerConfig
     from paceline.controller import GroupConfig
     from paceline.runtime.offline import Offline
 

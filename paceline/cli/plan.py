@@ -19,7 +19,7 @@ from paceline.placement.problem import Problem
 from paceline.placement.search import EFFORT
 from paceline.placement.search import plan as search
 
-STEPWISE_EVALUATIONS = 60  # of local search, where every one simulates steps
+STEPWISE_EVALUATIONS = 200  # of local search, where every one simulates steps
 EXPLAINED = 16  # groups at most
 WINDOWS = 4  # of a trace, to see how much its parts differ
 errors = Console(stderr=True)

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
 from paceline.cli.fleet_file import Entry, FleetFile
+from paceline.cli.profile import goal_budget
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import resolve
 from paceline.core.batch import StepShape
@@ -24,7 +26,7 @@ from paceline.workload import arrivals
 from paceline.workload.trace import Trace, load
 
 REQUESTS = 10_000  # that a workload is made of, about, unless a duration is given
-STEPWISE_REQUESTS = 400  # likewise of autoregressive models, whose steps are simulated one by one
+STEPWISE_REQUESTS = 2000  # likewise of autoregressive models, whose steps are simulated one by one
 PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody measured shapes
 
 
@@ -137,7 +139,8 @@ def _model(entry: Entry, file: PlanningProfile | None, errors: dict[str, float])
         errors[name] = max(errors.get(name, 0.0), value)
     floor = found.roofline
     table = _from_config(entry, path, floor.weight_bytes)
-    return SimulatedModel(table, slo, found.step_time, floor.kv_bytes)
+    budget = goal_budget(entry.name, found, SchedulerConfig().token_budget, slo.tbt)
+    return SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget)
 
 
 def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:

@@ -145,7 +145,8 @@ def goal_budget(name: str, result: Profile, maximum: int, tbt: float | None) -> 
             f"alone, is {1e3 * result.floor:.1f} ms"
         )
     widest = min(maximum, result.max_tokens)
-    return GoalBudget(result.step_time.seconds, result.tile, result.knee, widest, tbt, margin=result.error.p95)
+    model = result.step_time
+    return GoalBudget(model.linear, model.terms, result.tile, result.knee, widest, tbt, margin=result.error.p95)
 
 
 def widths_table(result: Profile) -> Table:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from paceline.batching import policies
 from paceline.batching.budget import GoalBudget
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file, profile_cache
 from paceline.cli.drafting import Drafting, lookahead
 from paceline.cli.fleet_file import Quantization

@@ -1,7 +1,7 @@
 """Requests as the policies see them: numbers, never text, token ids or tensors."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,29 +68,30 @@ KNOWN = 0  # prompt and generated
 COMPUTED = 1  # their KV is in the cache
 SCHEDULED = 2  # computed or in flight
 PROMPT = 3  # to compute before decoding (again): grows with every recomputation (rule M4)
-ROOM = 4  # that the blocks held can take
+HELD = 4  # KV blocks
 IN_FLIGHT = 5  # batches that it is part of
 HASHED = 6  # blocks whose hash is known
-LIMIT = 7  # the most that may come to be known
-NUM_COLUMNS = 8  # a row is a cache line
+LIMIT = 7  # the most that may come to be known; so far a cache line
+ASKED = 8  # the prompt as it came
+SERIAL = 9  # submission order: breaks ties of equal arrival
+COHORT = 10  # which batch it stays with, where batches are made of requests
+PREEMPTIONS = 11  # how often it was
+TAG = 12  # the simulator's name for it
+NUM_COLUMNS = 16
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way: a step moves `computed` towards `known`. The only mutable noun.
 
-    A handle: its numbers are a row of its group's table, where compiled loops change them.
+    A handle: its numbers are a row of its group's table, where compiled code changes them.
     """
 
     request: Request
-    serial: int  # submission order: breaks ties of equal arrival
     slot: int  # its row
     row: memoryview  # int64
-    place: tuple[float, ...] = ()  # order among prompts
-    blocks: list[int] = field(default_factory=list)  # KV block ids held, in position order
-    hashes: list[int] = field(default_factory=list)  # chained hash of every full block of the known tokens
+    table: memoryview  # int32: KV block ids, in position order; the first `num_blocks` are held
     ended: bool = False  # done, failed or cancelled: to be dropped when its last batch completes
-    preemptions: int = 0
 
     @property
     def id(self) -> str:
@@ -117,14 +118,21 @@ class Sequence:
         return int(self.row[IN_FLIGHT])
 
     @property
+    def preemptions(self) -> int:
+        return int(self.row[PREEMPTIONS])
+
+    @property
+    def num_blocks(self) -> int:
+        return int(self.row[HELD])
+
+    def blocks(self, first: int = 0) -> list[int]:
+        """Ids of those held, from the `first` on."""
+        return self.table[first : self.num_blocks].tolist()
+
+    @property
     def generated(self) -> int:
         return self.known - self.request.prompt_tokens
 
     @property
     def decoding(self) -> bool:
         return self.computed >= self.prompt
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """First come, first served."""
-        return self.request.arrival, self.serial

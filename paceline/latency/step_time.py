@@ -7,6 +7,7 @@ decode costs by the tokens that it reads, a chunk by the tokens before it and by
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,18 +36,30 @@ class StepTime:
     def __call__(self, batch: Batch) -> float:
         return self.seconds(batch.shape)
 
+    @property
+    def terms(self) -> tuple[float, ...]:
+        """All but the table, in the order of `predicted`."""
+        return self.emit, self.decode, self.decode_context, self.chunk, self.chunk_context, self.chunk_pair
+
     def seconds(self, shape: StepShape) -> float:
         """Steps wider than the table go on at its average slope."""
-        tokens, table = shape.tokens, self.linear
-        return (
-            (table[tokens] if tokens < len(table) else table[-1] * tokens / (len(table) - 1))
-            + self.emit * shape.emits
-            + self.decode * shape.decodes
-            + self.decode_context * shape.decode_context
-            + self.chunk * shape.chunks
-            + self.chunk_context * shape.chunk_context
-            + self.chunk_pair * shape.chunk_pairs
-        )
+        return predicted(self.linear, self.terms, shape)
+
+
+def predicted(linear: Any, terms: Any, shape: tuple[int, ...]) -> float:
+    """`StepTime.seconds`, for the scheduler, too, which compiles it: sequences, or arrays."""
+    tokens, emits, decodes, decode_context, chunk_context, chunk_pairs, chunks = shape
+    last = len(linear) - 1
+    seconds: float = (
+        (linear[tokens] if tokens <= last else linear[last] * tokens / last)
+        + terms[0] * emits
+        + terms[1] * decodes
+        + terms[2] * decode_context
+        + terms[3] * chunks
+        + terms[4] * chunk_context
+        + terms[5] * chunk_pairs
+    )
+    return seconds
 
 
 def fit(shapes: Sequence[StepShape], seconds: Sequence[float], tiles: Tiles) -> StepTime:

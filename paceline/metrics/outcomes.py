@@ -38,7 +38,7 @@ class Outcomes:
     prompts: Ints  # tokens
     outputs: Ints  # tokens that came
     statuses: NDArray[np.uint8]  # index into STATUSES
-    gaps: dict[int, Floats] = field(default_factory=dict)  # between tokens, by model, where they are known
+    gaps: dict[int, NDArray[Any]] = field(default_factory=dict)  # between tokens, by model, where they are known
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -112,7 +112,7 @@ def _part(outcomes: Outcomes, met: Bools, mine: Bools) -> dict[str, Any]:
     return result
 
 
-def percentiles(values: Floats) -> dict[str, float | None]:
+def percentiles(values: NDArray[Any]) -> dict[str, float | None]:
     """By linear interpolation; None of no values. And the mean."""
     values = values[~np.isnan(values)]
     if not len(values):

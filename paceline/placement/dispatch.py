@@ -121,3 +121,16 @@ def replay(  # type: ignore[no-untyped-def]
         if rule == IN_FLIGHT:
             reply[i] = end if accepted else now + to_group
             following[i], first[chosen] = first[chosen], i
+
+
+@njit(cache=True)
+def passages(times, models, owner, latency, stages, shape, delay):  # type: ignore[no-untyped-def]
+    """When each request that somebody serves leaves each stage [n, stages], as `replay` has it (arguments likewise).
+    delay: seconds from arrival to the first stage."""
+    ends, clocks = np.full((times.shape[0], latency.shape[2]), np.nan), np.zeros((shape.shape[0], latency.shape[2]))
+    for i in range(times.shape[0]):
+        g = owner[i]
+        if g >= 0:
+            enter(clocks[g], latency[models[i], shape[g]], stages[shape[g]], times[i] + delay)
+            ends[i] = clocks[g]
+    return ends

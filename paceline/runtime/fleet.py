@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch
@@ -190,10 +190,10 @@ class LocalFleet:
         groups = self.driver.controller.groups if self.driver else []
         return [
             GroupLoad(
-                len(g.scheduler.waiting),
-                len(g.scheduler.running),
-                g.scheduler.blocks.num_blocks - g.scheduler.blocks.num_free,
-                g.scheduler.blocks.num_blocks,
+                g.scheduler.num_waiting,
+                g.scheduler.num_running,
+                g.scheduler.config.num_blocks - g.scheduler.num_free_blocks,
+                g.scheduler.config.num_blocks,
             )
             for g in groups
         ]

@@ -6,9 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from paceline.batching.budget import GoalBudget
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Cancel, Complete, Reset
-from paceline.core.protocols import Budget, Lookahead
+from paceline.core.protocols import Lookahead
 from paceline.core.request import NO_SLO, SLO
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.api import Drafted, StepRecord
@@ -34,7 +35,7 @@ class WorkerConfig:
     command: Callable[[int | None], list[str]]
     eos_ids: tuple[int, ...] = ()
     slo: SLO = NO_SLO  # `ttft` of requests that bring none of their own
-    budget: Budget | None = None
+    budget: GoalBudget | None = None
     predict: Callable[[StepShape], float] | None = None  # seconds of a step
     max_draft_tokens: int = 0  # of a sequence in a step; 0: nobody drafts
     lookahead: Callable[[], Lookahead] | None = None  # chooses how many

@@ -28,7 +28,7 @@ class BlockHasher:
             block = array("q", tokens[self._done : self._done + self._block_size])
             self._last = blake2b(self._last + block.tobytes(), key=SECRET, digest_size=8).digest()
             self._done += self._block_size
-            hashes.append(int.from_bytes(self._last, "little"))
+            hashes.append(int.from_bytes(self._last, "little", signed=True))
         return tuple(hashes)
 
 
@@ -71,11 +71,10 @@ class RunningSequence:
         if self.epoch != sequence.preemptions:  # it holds other blocks now
             self.epoch = sequence.preemptions
             self.blocks_sent = 0
-        first, blocks = self.blocks_sent, sequence.blocks
-        self.blocks_sent = len(blocks)
+        first, self.blocks_sent = self.blocks_sent, sequence.num_blocks
         emits, num_draft = batch.emits[index] == 1, batch.drafts[index] if batch.drafts else 0
         start, length = batch.starts[index], batch.lengths[index]
-        return SliceWork(self.handle, start, length, emits, first, blocks[first:], num_draft)
+        return SliceWork(self.handle, start, length, emits, first, sequence.blocks(first), num_draft)
 
     def take(self, output: SliceOutput) -> str | None:
         """Appends emitted tokens; answers why the sequence ends here, if it does: "stop" or "length"."""

@@ -4,26 +4,27 @@ One-shot requests go through `placement.dispatch`, autoregressive ones through t
 scheduler, as they would live. Groups share nothing, so each kind is simulated on its own.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.batching.scheduler import SchedulerConfig
-from paceline.controller import Controller, GroupConfig
-from paceline.core.batch import Batch
+from paceline.batching.budget import GoalBudget
+from paceline.batching.config import SchedulerConfig
+from paceline.controller import GroupConfig
 from paceline.core.cluster import Group, Parallel, Placement
-from paceline.core.events import Event
-from paceline.core.request import SLO, Request
+from paceline.core.request import SLO
 from paceline.latency.step_time import StepTime
 from paceline.metrics.outcomes import STATUSES, Outcomes
-from paceline.placement.dispatch import enter
+from paceline.placement.dispatch import passages
 from paceline.placement.problem import Judge, Outcome, Problem
 from paceline.placement.tables import ModelTable
-from paceline.simulator.driver import FixedOutputs, simulate
+from paceline.simulator import steps
 from paceline.workload.trace import Trace
 
+Floats = NDArray[np.float64]
 BLOCK = 16  # tokens
 REJECTED = STATUSES.index("rejected")
 
@@ -36,6 +37,7 @@ class SimulatedModel:
     slo: SLO
     step_time: StepTime | None = None
     kv_bytes: int = 0  # of a token, in all layers
+    budget: GoalBudget | None = None  # as it is served with on one whole device; None: always the token budget
 
     @property
     def name(self) -> str:
@@ -55,7 +57,7 @@ class FleetRun:
 
     outcomes: Outcomes
     busy: list[list[float]]  # by group and stage
-    spans: dict[tuple[int, int], list[tuple[float, float, int]]]  # likewise
+    spans: dict[tuple[int, int], Floats]  # likewise; [requests or steps, 3], in order
     duration: float
 
     def devices(self, placement: Placement) -> list[dict[str, float]]:
@@ -74,12 +76,15 @@ class FleetRun:
 
     def _active(self, g: int, stages: int) -> float:
         """Seconds in which something is in the group's pipeline."""
-        total, until = 0.0, 0.0
-        firsts, lasts = self.spans.get((g, 0), []), self.spans.get((g, stages - 1), [])
-        for (begin, _, _), (_, end, _) in zip(firsts, lasts, strict=True):  # first in, first out
-            total += max(0.0, end - max(begin, until))
-            until = max(until, end)
-        return total
+        if (g, 0) not in self.spans:
+            return 0.0
+        begins, ends = self.spans[g, 0][:, 0], self.spans[g, stages - 1][:, 1]  # first in, first out
+        return float((ends - np.maximum(begins, np.append(-np.inf, ends[:-1]))).sum())
+
+    def spend(self, g: int, k: int, ends: Floats, seconds: Floats, sizes: NDArray[Any]) -> None:
+        """A stage ran these, until then, for so long."""
+        self.busy[g][k] = float(seconds.sum())
+        self.spans[g, k] = np.column_stack([ends - seconds, ends, sizes])
 
 
 def run(
@@ -95,13 +100,14 @@ def run(
         trace.prompts, np.zeros(count, np.int64), np.full(count, REJECTED, np.uint8),
     )  # fmt: skip
     busy = [[0.0] * group.parallel.pipeline for group in placement.groups]
-    result = FleetRun(outcomes, busy, defaultdict(list), 0.0)
+    result = FleetRun(outcomes, busy, {}, 0.0)
     shape, member = problem.arrays(placement)
     stepwise = np.array([model.step_time is not None for model in models])
     for g, group in enumerate(placement.groups):
         if stepwise[member[g]].any() and not stepwise[member[g]].all():
             raise ValueError(f"groups.{g}.models: {', '.join(group.models)}: one-shot and autoregressive models mixed")
-    _one_shot(problem, shape, member, ~stepwise, result)
+    if not stepwise.all():
+        _one_shot(problem, shape, member, ~stepwise, result)
     if stepwise.any():
         _autoregressive(models, placement, trace, result, memory, limits or SchedulerConfig(), policy)
     ends = outcomes.finishes[~np.isnan(outcomes.finishes)]
@@ -117,78 +123,54 @@ def _one_shot(problem: Problem, shape: np.ndarray, member: np.ndarray, active: n
     outcomes.finishes[mine] = out.finish[mine]
     outcomes.first_tokens[served] = out.finish[served]
     outcomes.statuses[served] = 0
-    clocks, delay = np.zeros(out.busy.shape), problem.timing.to_group + problem.timing.to_stage
-    for i in np.flatnonzero(served):
-        g = int(out.owner[i])
-        latency, stages = problem.latency[problem.models[i], shape[g]], len(result.busy[g])
-        enter(clocks[g], latency, stages, problem.times[i] + delay)
-        for k, (end, seconds) in enumerate(zip(clocks[g, :stages].tolist(), latency[:stages].tolist(), strict=True)):
-            result.busy[g][k] += seconds
-            result.spans[g, k].append((end - seconds, end, 1))
+    delay = problem.timing.to_group + problem.timing.to_stage
+    owner = np.where(served, out.owner, -1)
+    ends = passages(problem.times, problem.models, owner, problem.latency, problem.stages, shape, delay)
+    for g in set(owner[served].tolist()):
+        here = np.flatnonzero(owner == g)
+        for k in range(len(result.busy[g])):
+            result.spend(g, k, ends[here, k], problem.latency[problem.models[here], shape[g], k], np.ones(len(here)))
 
 
 def _autoregressive(
     models: Sequence[SimulatedModel], placement: Placement, trace: Trace, result: FleetRun, memory: int,
     limits: SchedulerConfig, policy: str,
 ) -> None:  # fmt: skip
-    lanes = [
-        (g, models[trace.names.index(name)])
-        for g, group in enumerate(placement.groups)
-        for name in group.models
-        if models[trace.names.index(name)].step_time is not None
-    ]
-    configs = [
-        GroupConfig(
-            (model.name,), _limits(model, placement.groups[g], models, trace, memory, limits), policy,
-            placement.groups[g].parallel.pipeline, device=g,
-        )
-        for g, model in lanes
-    ]  # fmt: skip
-    arrivals = [
-        Request(str(i), int(trace.prompts[i]), max(1, int(trace.outputs[i])), float(trace.arrivals[i]),
-                trace.names[m], models[m].slo)
-        for i, m in enumerate(trace.models.tolist()) if models[m].step_time is not None
-    ]  # fmt: skip
-    lengths = {request.id: request.max_tokens for request in arrivals}
-    shares = [model.share(placement.groups[g].parallel) for g, model in lanes]
-
-    def latency(batch: Batch) -> float:
-        step = lanes[batch.group][1].step_time
-        assert step is not None
-        return step.seconds(batch.shape) * shares[batch.group]
-
-    def watch(batch: Batch, stages: list[tuple[float, float]]) -> None:
-        g = lanes[batch.group][0]
-        for k, (begin, end) in enumerate(stages):
-            result.busy[g][k] += end - begin
-            result.spans[g, k].append((begin, end, batch.num_tokens))
-
-    events = simulate(Controller(configs), arrivals, latency, FixedOutputs(lengths), watch=watch)
-    _collect(events, lanes, result.outcomes)
-
-
-def _collect(events: Sequence[Event], lanes: list[tuple[int, SimulatedModel]], outcomes: Outcomes) -> None:
-    last: dict[str, float] = {}
-    gaps: dict[int, list[float]] = defaultdict(list)
-    for event in events:
-        if event.kind == "accepted":
-            outcomes.groups[int(event.request)] = lanes[event.group][0]
-        elif event.kind == "rejected":
-            outcomes.finishes[int(event.request)] = event.time
-        elif event.kind == "tokens":
-            for request, tokens in zip(event.detail.requests, event.detail.tokens, strict=True):  # type: ignore[union-attr]
-                if tokens:
-                    i = int(request)
-                    if request in last:
-                        gaps[int(outcomes.models[i])].append(event.time - last[request])
-                    else:
-                        outcomes.first_tokens[i] = event.time
-                    last[request] = event.time
-                    outcomes.outputs[i] += tokens
-        elif event.kind == "finished":
-            i = int(event.request)
-            outcomes.finishes[i], outcomes.statuses[i] = event.time, 0
-    outcomes.gaps = {model: np.array(some) for model, some in gaps.items()}
+    lanes, groups = list[int](), list[steps.SimulatedGroup]()
+    for g, group in enumerate(placement.groups):
+        for name in group.models:
+            model = models[trace.names.index(name)]
+            if model.step_time is not None:
+                limit = _limits(model, group, models, trace, memory, limits)
+                share = model.share(group.parallel)
+                budget = model.budget and model.budget.of_share(share)
+                config = GroupConfig((name,), limit, policy, group.parallel.pipeline, budget=budget, device=g)
+                groups.append(steps.SimulatedGroup(config, model.step_time, share))
+                lanes.append(g)
+    mine = np.array([model.step_time is not None for model in models])[trace.models]
+    goals = [(model.slo.ttft, model.slo.tbt) for model in models]
+    ttft, tbt = np.array(goals, np.float64).T  # NaN is no goal
+    of = trace.models[mine].astype(np.int64)
+    requests = steps.Requests(
+        trace.arrivals[mine], of, trace.prompts[mine].astype(np.int64),
+        np.maximum(1, trace.outputs[mine]).astype(np.int64),
+        np.nan_to_num(ttft, nan=np.inf)[of], np.nan_to_num(tbt, nan=np.inf)[of],
+    )  # fmt: skip
+    found, outcomes = steps.run(groups, trace.names, requests), result.outcomes
+    taken = found.owner >= 0
+    outcomes.groups[mine] = np.where(taken, np.array([*lanes, -1])[found.owner], -1)
+    outcomes.first_tokens[mine], outcomes.finishes[mine] = found.first, found.finish
+    outcomes.outputs[mine], outcomes.statuses[mine] = found.tokens, np.where(taken, 0, REJECTED)
+    room = np.cumsum(np.bincount(of, requests.outputs, len(models)).astype(np.int64))
+    begins = [0, *room[:-1].tolist()]
+    outcomes.gaps = {m: found.gaps[begins[m] : end] for m, end in enumerate(found.gap_ends.tolist()) if end > begins[m]}
+    where = np.array(lanes, np.int64)[found.steps[:, 0]]
+    order = np.argsort(where, kind="stable")
+    bounds = np.searchsorted(where[order], np.arange(len(result.busy) + 1))
+    for g, stages in enumerate(result.busy):
+        here = order[bounds[g] : bounds[g + 1]]
+        for k in range(len(stages) if len(here) else 0):
+            result.spend(g, k, found.left[here, k], found.took[here], found.steps[here, 1])
 
 
 def _limits(
@@ -207,7 +189,7 @@ def _limits(
     return replace(limits, num_blocks=blocks, block_size=BLOCK)
 
 
-def timeline(run: FleetRun) -> Iterator[tuple[str, list[tuple[float, float, int]]]]:
+def timeline(run: FleetRun) -> Iterator[tuple[str, Floats]]:
     """Rows of a picture: which stage, and what it ran when."""
     for (g, k), spans in sorted(run.spans.items()):
         yield f"group {g}, stage {k}", spans

@@ -5,25 +5,25 @@ from random import Random
 import pytest
 
 from paceline.batching.budget import GoalBudget, Pace
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Complete, Submit
 from paceline.core.request import Request
+from paceline.latency.step_time import StepTime
 from paceline.simulator.driver import replay
 from paceline.speculation.lookahead import Costs, Lookahead
 
 NOBODY = StepShape()
 
 
-def seconds(shape: StepShape) -> float:
-    """Padded to 8, a cliff at 64, attention by context: never falls as a step widens."""
-    rows = -(-shape.tokens // 8) * 8
-    return (
-        0.01 + 0.0004 * rows + 0.01 * (rows > 64) + 1e-7 * shape.decode_context + 2e-7 * shape.chunk_context
-        + 1e-8 * shape.chunk_pairs + 2e-4 * (shape.chunks + shape.decodes)
-    )  # fmt: skip
+# padded to 8, a cliff at 64, attention by context: never falls as a step widens
+MODEL = StepTime(
+    tuple(0.01 + 0.0004 * rows + 0.01 * (rows > 64) for rows in (-(-tokens // 8) * 8 for tokens in range(2000))),
+    emit=0.0, decode=2e-4, decode_context=1e-7, chunk=2e-4, chunk_context=2e-7, chunk_pair=1e-8,
+)  # fmt: skip
+seconds, TIMES = MODEL.seconds, (MODEL.linear, MODEL.terms)
 
 
 def decodes(count: int, context: int = 200) -> StepShape:
@@ -53,7 +53,7 @@ def test_it_is_the_widest_step_within_the_goal():
     rng = Random(1)
     narrower = 0
     for _ in range(500):
-        budget = GoalBudget(seconds, rng.choice((1, 8, 16)), 128, rng.choice((96, 512)), rng.uniform(0.01, 0.3))
+        budget = GoalBudget(*TIMES, rng.choice((1, 8, 16)), 128, rng.choice((96, 512)), rng.uniform(0.01, 0.3))
         shape = decodes(rng.randint(1, 60), rng.choice((10, 3000)))
         prompts = [(rng.choice((0, 400, 8000)), rng.choice((1, 5, 90, 2000))) for _ in range(rng.randint(1, 20))]
         width, widest = budget(shape, prompts, None), brute_force(budget, budget.tbt, shape, prompts)
@@ -65,37 +65,37 @@ def test_it_is_the_widest_step_within_the_goal():
 
 
 def test_the_tighter_of_two_goals_holds():
-    budget = GoalBudget(seconds, 8, 128, 512, 0.1)
+    budget = GoalBudget(*TIMES, 8, 128, 512, 0.1)
     prompts = [(0, 5000)]
     assert budget(decodes(4), prompts, None) == budget(decodes(4), prompts, 1.0)
-    assert budget(decodes(4), prompts, 0.05) == GoalBudget(seconds, 8, 128, 512, 0.05)(decodes(4), prompts, 0.1)
+    assert budget(decodes(4), prompts, 0.05) == GoalBudget(*TIMES, 8, 128, 512, 0.05)(decodes(4), prompts, 0.1)
     assert budget(decodes(4), prompts, 0.05) < budget(decodes(4), prompts, None)
 
 
 def test_contexts_count():
-    budget = GoalBudget(seconds, 8, 128, 512, 0.1)
+    budget = GoalBudget(*TIMES, 8, 128, 512, 0.1)
     assert budget(decodes(4, 50_000), [(0, 5000)], None) < budget(decodes(4, 50), [(0, 5000)], None)
     assert budget(decodes(4), [(50_000, 5000)], None) < budget(decodes(4), [(0, 5000)], None)
 
 
 def test_without_a_goal_or_a_decode_it_is_the_knee():
     prompts = [(0, 5000)]
-    assert GoalBudget(seconds, 8, 128, 512)(decodes(4), prompts, None) == 128
-    assert GoalBudget(seconds, 8, 128, 512, 0.02)(NOBODY, prompts, None) == 128
-    assert GoalBudget(seconds, 8, 128, 512)(decodes(4), prompts, 0.05) < 128
+    assert GoalBudget(*TIMES, 8, 128, 512)(decodes(4), prompts, None) == 128
+    assert GoalBudget(*TIMES, 8, 128, 512, 0.02)(NOBODY, prompts, None) == 128
+    assert GoalBudget(*TIMES, 8, 128, 512)(decodes(4), prompts, 0.05) < 128
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 127, 128, 200])
 @pytest.mark.parametrize("goal", [None, 1e-6])
 def test_prompts_never_starve(count, goal):
-    width = GoalBudget(seconds, 8, 128, 512, goal)(decodes(count), [(0, 5000)], None)
+    width = GoalBudget(*TIMES, 8, 128, 512, goal)(decodes(count), [(0, 5000)], None)
     assert width > count and width % 8 == 0
     if goal:
         assert width - count <= 8
 
 
 def test_the_maximum_is_kept():
-    budget = GoalBudget(seconds, 8, 128, 100, 10.0)
+    budget = GoalBudget(*TIMES, 8, 128, 100, 10.0)
     assert budget(decodes(3), [(0, 5000)], None) <= 100
     assert budget(decodes(99), [(0, 5000)], None) == 100
     assert budget(decodes(120), [(0, 5000)], None) == 100
@@ -103,10 +103,10 @@ def test_the_maximum_is_kept():
 
 def test_a_slow_machine_and_a_margin_tighten_the_goal():
     prompts = [(0, 5000)]
-    budget = GoalBudget(seconds, 8, 128, 512, 0.1)
-    assert budget(decodes(4), prompts, None, 2.0) == GoalBudget(seconds, 8, 128, 512, 0.05)(decodes(4), prompts, None)
-    careful = GoalBudget(seconds, 8, 128, 512, 0.1, margin=0.25)
-    assert careful(decodes(4), prompts, None) == GoalBudget(seconds, 8, 128, 512, 0.08)(decodes(4), prompts, None)
+    budget = GoalBudget(*TIMES, 8, 128, 512, 0.1)
+    assert budget(decodes(4), prompts, None, 2.0) == GoalBudget(*TIMES, 8, 128, 512, 0.05)(decodes(4), prompts, None)
+    careful = GoalBudget(*TIMES, 8, 128, 512, 0.1, margin=0.25)
+    assert careful(decodes(4), prompts, None) == GoalBudget(*TIMES, 8, 128, 512, 0.08)(decodes(4), prompts, None)
 
 
 def test_pace_follows_the_machine_and_not_a_single_stall():
@@ -124,7 +124,7 @@ def test_pace_follows_the_machine_and_not_a_single_stall():
 
 def run(slowness: float, log: list | None = None) -> list[Batch]:
     """Batches of one long prompt beside decodes, on a machine that is slower than predicted."""
-    goal = GoalBudget(seconds, 8, 128, 512, 0.1)
+    goal = GoalBudget(*TIMES, 8, 128, 512, 0.1)
     config = GroupConfig(scheduler=SchedulerConfig(num_blocks=3000), budget=goal, predict=seconds)
     controller, batches = Controller([config]), []
     inputs = [Submit(Request(f"short{i}", 4, 400)) for i in range(4)] + [Submit(Request("long", 30000, 1))]
@@ -180,7 +180,7 @@ def test_a_run_with_a_pace_is_replayed_from_its_log():
     log: list = []
     batches = run(1.4, log)
     config = GroupConfig(
-        scheduler=SchedulerConfig(num_blocks=3000), budget=GoalBudget(seconds, 8, 128, 512, 0.1), predict=seconds
+        scheduler=SchedulerConfig(num_blocks=3000), budget=GoalBudget(*TIMES, 8, 128, 512, 0.1), predict=seconds
     )
     copied = list(record.load([record.dump(now, list(inputs)) for now, inputs in log]))
     started = [event.detail for event in replay(Controller([config]), copied) if event.kind == "started"]

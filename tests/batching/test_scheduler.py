@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.batching.budget import GoalBudget
+from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
-from paceline.batching.scheduler import Policy, Scheduler, SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Advance, Cancel, Complete, Event, Reset, Submit
@@ -59,11 +60,11 @@ class Checked:
         assert len(set(batch.requests)) == len(batch.requests), "a sequence is in a batch twice"
         for item in batch.slices:
             assert item.length >= 1
-            assert item.end <= len(item.sequence.blocks) * scheduler.config.block_size
+            assert item.end <= item.sequence.num_blocks * scheduler.config.block_size
             assert item.end == item.sequence.scheduled
             assert item.sequence.in_flight == 1 or (policy == "paceline" and not item.decode)
         size = scheduler.config.block_size
-        written = [block for s in batch.slices for block in s.sequence.blocks[s.start // size : -(-s.end // size)]]
+        written = [block for s in batch.slices for block in s.sequence.blocks()[s.start // size : -(-s.end // size)]]
         assert len(written) == len(set(written)), "two sequences write the same block"
         shape = StepShape()
         for item in batch.slices:
@@ -107,7 +108,7 @@ def test_every_run_keeps_the_invariants(policy, pipeline, rows, limits, cancelle
     scheduler = controller.groups[0].scheduler
     assert not scheduler.waiting and not scheduler.running and not scheduler.prompts and not controller.sequences
     scheduler.check()
-    assert scheduler.blocks.num_free == limits.num_blocks
+    assert scheduler.num_free_blocks == limits.num_blocks
     ends = {e.request: e.kind for e in trace if e.kind in ("finished", "rejected", "cancelled")}
     for request in requests:
         fits = scheduler.fits(request.prompt_tokens, request.max_tokens)
@@ -213,53 +214,50 @@ def test_a_cancelled_prompt_with_chunks_in_flight_is_dropped_when_the_last_is_ba
     scheduler.check()
 
 
-def test_a_step_that_only_preempted_is_told_and_is_not_the_last():
-    """A policy may preempt and take nothing: the events come all the same, and another step is composed at once."""
-    calls = []
-
-    def preempts_first(scheduler: Scheduler) -> None:
-        calls.append(len(scheduler.running))
-        if len(calls) == 2:
-            scheduler.preempt(scheduler.running[0])
-        else:
-            POLICIES["sarathi_serve"]().compose(scheduler)
-
-    controller = Controller([GroupConfig()])
-    controller.groups[0].scheduler.policy = Policy(preempts_first)
-    outputs = FixedOutputs({"a": 3})
-    trace = simulate(controller, [Request("a", 8, 3)], lambda batch: 1, outputs)
-    assert [e.kind for e in trace] == [
-        *("accepted", "started", "tokens"),
-        *("preempted", "started", "tokens"),
-        *("started", "tokens", "finished"),
-    ]
+def short_of_blocks(later: Request) -> tuple[Controller, list[Event]]:
+    """One decode is in flight and holds what another needs, which is preempted for itself while `later` waits."""
+    limits = SchedulerConfig(block_size=4, num_blocks=6)
+    controller = Controller([GroupConfig(scheduler=limits, pipeline=2)])
+    scheduler = controller.groups[0].scheduler
+    _, (first,) = controller.turn([Submit(Request("a", 12, 9))], 0.0)
+    scheduler.advance(first.id)
+    _, (second,) = controller.turn([Submit(Request("b", 12, 9))], 1.0)
+    controller.complete(0, first.id, StepResult(bytearray([1])), 2.0)
+    scheduler.advance(second.id)
+    blocked = scheduler.compose(0)
+    assert blocked is None and [s.id for s in scheduler.preempted] == ["a"], "b, which came later, is in flight"
+    controller.complete(0, second.id, StepResult(bytearray([1])), 3.0)
+    return controller, controller.turn([Submit(later)], 4.0)[0]
 
 
 def test_preemption_is_told_even_if_nothing_can_run():
-    controller = Controller([GroupConfig()])
-    _, (batch,) = controller.turn([Submit(Request("a", 8, 3))], 0.0)
+    _, events = short_of_blocks(Request("c", 24, 1, arrival=3.0))
+    assert [(e.kind, e.request) for e in events[:2]] == [("accepted", "c"), ("preempted", "a")]
+
+
+def test_a_step_that_only_preempted_is_not_the_last():
+    """What was preempted makes room for a prompt that is wanted earlier: it comes in at once."""
+    limits = SchedulerConfig(block_size=4, num_blocks=6)
+    controller = Controller([GroupConfig(scheduler=limits, pipeline=2)])
     scheduler = controller.groups[0].scheduler
-    controller.complete(0, batch.id, StepResult(bytearray([1])), 1.0)
-    scheduler.policy = Policy(lambda s: [s.preempt(x) for x in list(s.running)] and None)
-    events, batches = controller.turn([], 2.0)
-    assert [e.kind for e in events] == ["preempted"] and not batches
+    _, (first,) = controller.turn([Submit(Request("a", 12, 9))], 0.0)
+    scheduler.advance(first.id)
+    _, (second,) = controller.turn([Submit(Request("b", 12, 9))], 1.0)
+    controller.submit(Request("c", 12, 1, arrival=1.5, slo=SLO(ttft=1.0)), 1.5)
+    controller.complete(0, first.id, StepResult(bytearray([1])), 2.0)
+    scheduler.advance(second.id)
+    events, (batch,) = controller.turn([], 2.0)
+    assert [e.kind for e in events] == ["preempted", "started"]
+    assert (events[0].request, list(batch.requests)) == ("a", ["c"])
 
 
-def test_a_budget_is_asked_each_step_and_kept_to():
-    asked = []
-
-    def budget(shape, prompts, tbt, pace, spent):
-        assert (pace, spent) == (1.0, 0.0)
-        asked.append((shape, list(prompts), tbt))
-        return 7 if len(asked) == 2 else 1000
-
+def test_the_budget_is_that_of_the_goals():
+    """A step takes 10 s and 1 s a token; whoever decodes wants a token every 16 s."""
+    budget = GoalBudget(tuple(10.0 + n for n in range(100)), (0.0,) * 6, tile=1, knee=8, maximum=100)
     limits = SchedulerConfig(token_budget=10)
-    requests = [Request("a", 4, 5, slo=SLO(tbt=0.2)), Request("b", 30, 2, arrival=5)]
+    requests = [Request("a", 4, 5, slo=SLO(tbt=16.0)), Request("b", 30, 2, arrival=5)]
     _, trace = run(limits, requests, budget=budget)
-    assert asked[0] == (StepShape(), [(0, 4)], None)
-    assert asked[1] == (StepShape(1, 1, 1, 4), [(0, 30)], 0.2)
-    assert asked[2] == (StepShape(1, 1, 1, 5), [(6, 24)], 0.2)
-    assert [e.tokens for e in trace if e.kind == "started"][:4] == [4, 7, 10, 10]
+    assert [e.tokens for e in trace if e.kind == "started"][:6] == [4, 6, 6, 6, 6, 8]
 
 
 def test_drafts_stop_for_prompts_that_the_step_takes_and_for_no_others():
@@ -278,7 +276,7 @@ def test_drafts_stop_for_prompts_that_the_step_takes_and_for_no_others():
 
 def test_memory_is_planned_for_what_a_policy_composes():
     limits = SchedulerConfig(token_budget=100, max_batch=300, max_num_batched_tokens=5000)
-    widest = {name: POLICIES[name]().widest(limits) for name in POLICIES}
+    widest = {name: POLICIES[name].widest(limits) for name in POLICIES}
     assert widest["paceline"] == widest["sarathi_serve"] == 300
     assert widest["sarathi_2023"] == 400 and widest["prefill_first"] == widest["orca"] == 5300
 
@@ -352,5 +350,5 @@ def test_failures_resets_and_cancellations_leak_nothing(policy, seed):
                 result.finished = [(i, reason) for i, reason in result.finished if i != index]
             inputs.append(Complete(0, batch.id, result))
     assert ends == Counter(lengths.keys())
-    assert not controller.sequences and scheduler.blocks.num_free == limits.num_blocks
+    assert not controller.sequences and scheduler.num_free_blocks == limits.num_blocks
     scheduler.check()

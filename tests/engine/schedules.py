@@ -1,33 +1,42 @@
-"""Policies that do to sequences what should not matter to their tokens. For tests, and `benchmarks/exactness.py`."""
+"""What is done to sequences that should not matter to their tokens. For tests, and `benchmarks/exactness.py`."""
 
-from dataclasses import replace
+from collections.abc import Callable
 from itertools import count
 
-from paceline.batching.policies import policy as named
-from paceline.batching.scheduler import Policy, Scheduler
+from paceline.batching.scheduler import Scheduler
+from paceline.batching.state import TOKEN_BUDGET
+from paceline.core.batch import Batch
+
+Schedule = Callable[[Scheduler], None]  # changes how its steps are composed
 
 
-def forced(every: int) -> Policy:
-    """The default policy, but now and then the latest sequence is preempted for no reason."""
-    steps, policy = count(1), named("paceline")
+def forced(every: int) -> Schedule:
+    """Now and then the latest sequence is preempted for no reason."""
 
-    def compose(scheduler: Scheduler) -> None:
-        if next(steps) % every == 0 and scheduler.running:
-            scheduler.preempt(scheduler.running[-1])
-        policy.compose(scheduler)
+    def change(scheduler: Scheduler) -> None:
+        steps, compose = count(1), scheduler.compose
 
-    return replace(policy, compose=compose)
+        def step(group: int) -> Batch | None:
+            if not scheduler.flying and next(steps) % every == 0 and scheduler.running:
+                scheduler.preempt(scheduler.running[-1])
+            return compose(group)
+
+        scheduler.compose = step
+
+    return change
 
 
-def off_and_on(every: int) -> Policy:
-    """The default policy, but for half of every so many steps nothing of the budget is left for drafts."""
-    steps, policy = count(1), named("paceline")
+def off_and_on(every: int) -> Schedule:
+    """For half of every so many steps nothing of the budget is left for drafts."""
 
-    def compose(scheduler: Scheduler) -> None:
-        limits = scheduler.config
-        if next(steps) % every < every // 2:
-            scheduler.config = replace(limits, token_budget=1)
-        policy.compose(scheduler)
-        scheduler.config = limits
+    def change(scheduler: Scheduler) -> None:
+        steps, compose, limits = count(1), scheduler.compose, scheduler.state.limits
+        budget = int(limits[TOKEN_BUDGET])
 
-    return replace(policy, compose=compose)
+        def step(group: int) -> Batch | None:
+            limits[TOKEN_BUDGET] = 1 if not scheduler.flying and next(steps) % every < every // 2 else budget
+            return compose(group)
+
+        scheduler.compose = step
+
+    return change

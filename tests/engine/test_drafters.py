@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.batching.scheduler import Policy, SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
@@ -23,7 +23,7 @@ from paceline.runtime.offline import Offline
 from paceline.speculation import ngram, rejection
 from paceline.speculation.lookahead import Costs, Lookahead
 from tests.engine import law
-from tests.engine.schedules import forced, off_and_on
+from tests.engine.schedules import Schedule, forced, off_and_on
 
 COUNT, OUTPUT, NUM_BLOCKS = 8, 40, 200
 CODER = BUILTIN / "coder"
@@ -58,7 +58,7 @@ class Generated(list):
 
 
 def generate(
-    runner: ModelRunner, prompts: list[list[int]], params: list[SamplingParams], policy: Policy | None = None,
+    runner: ModelRunner, prompts: list[list[int]], params: list[SamplingParams], schedule: Schedule | None = None,
     budget: int = 512, lookahead: Callable[[], Lookahead] | None = None,
 ) -> Generated:  # fmt: skip
     limits = SchedulerConfig(token_budget=budget, max_batch=16, num_blocks=runner.info.num_blocks)
@@ -71,8 +71,8 @@ def generate(
         result.lengths += (batch.drafts or [0] * batch.num_decodes)[: batch.num_decodes]
 
     offline.on_step = count
-    if policy:
-        offline.controller.groups[0].scheduler.policy = policy
+    if schedule:
+        schedule(offline.controller.groups[0].scheduler)
     result += [output.tokens for output in offline.generate(prompts, params)]
     return result
 
@@ -94,9 +94,9 @@ def drafting(request: pytest.FixtureRequest) -> ModelRunner:
 SCHEDULES: dict[str, Callable[[], dict]] = {
     "plain": lambda: {},
     "narrow": lambda: dict(budget=24),
-    "preempted": lambda: dict(policy=forced(5)),
-    "narrow and preempted": lambda: dict(policy=forced(7), budget=32),
-    "off and on": lambda: dict(policy=off_and_on(12)),
+    "preempted": lambda: dict(schedule=forced(5)),
+    "narrow and preempted": lambda: dict(schedule=forced(7), budget=32),
+    "off and on": lambda: dict(schedule=off_and_on(12)),
 }
 
 
@@ -267,7 +267,7 @@ def surprise(tiny: tuple[Path, Path, object], draft: int, by_block: bool, **chan
     chosen = [replace(base, seed=1000 + i) for i in range(samples)]
     limits = SchedulerConfig(token_budget=512, max_batch=48, num_blocks=512)
     offline = Offline(runner, GroupConfig(scheduler=limits))
-    offline.controller.groups[0].scheduler.policy = forced(11)
+    forced(11)(offline.controller.groups[0].scheduler)
     got = [tuple(output.tokens[law.DRAFTED]) for output in offline.generate([prompt] * samples, chosen)]
     return law.surprise(got, law.drafted_law(model, prompt, base))
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
@@ -42,11 +42,11 @@ def params(kind: str) -> list[SamplingParams]:
     return [replace(base, seed=100 + i) for i in range(COUNT)]
 
 
-def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS, policy=None):
+def run(runner, prompts, params, budget=512, num_blocks=NUM_BLOCKS, schedule=None):
     limits = SchedulerConfig(token_budget=budget, max_batch=16, num_blocks=num_blocks)
     offline = Offline(runner, GroupConfig(scheduler=limits))
-    if policy:
-        offline.controller.groups[0].scheduler.policy = policy
+    if schedule:
+        schedule(offline.controller.groups[0].scheduler)
     preempted = []
     offline.on_step = lambda batch, outputs, forward_s, sample_s: preempted.extend(batch.preempted)
     return [output.tokens for output in offline.generate(prompts, params)], len(preempted)
@@ -71,7 +71,7 @@ def test_budget_and_batch_change_nothing(runner, prompts, reference, budget):
 @pytest.mark.parametrize(("budget", "every"), [(1, 40), (7, 12), (64, 5), (512, 5), (4096, 5)])
 def test_forced_preemption_changes_nothing(runner, prompts, reference, budget, every):
     chosen, alone = reference
-    together, preemptions = run(runner, prompts, chosen, budget, policy=forced(every))
+    together, preemptions = run(runner, prompts, chosen, budget, schedule=forced(every))
     assert preemptions > 5 and together == alone
 
 
@@ -90,7 +90,7 @@ def test_preemption_for_want_of_memory_changes_nothing(runner, prompts, referenc
 def test_drafts_change_nothing(runner, prompts, reference, budget, draft, every):
     chosen, alone = reference
     drafted = [replace(one, max_draft_tokens=draft) for one in chosen]
-    together, preemptions = run(runner, prompts, drafted, budget, policy=forced(every) if every else None)
+    together, preemptions = run(runner, prompts, drafted, budget, schedule=forced(every) if every else None)
     assert together == alone and (preemptions > 5) == bool(every)
 
 

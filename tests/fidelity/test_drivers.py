@@ -6,7 +6,7 @@ from itertools import groupby
 
 import pytest
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch

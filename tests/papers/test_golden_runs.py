@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core.request import Request
 from paceline.simulator.driver import FixedOutputs, simulate

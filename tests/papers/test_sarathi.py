@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch
 from paceline.core.events import Event

@@ -71,7 +71,7 @@ def check_empty(running: LocalFleet) -> None:
     scheduler = running.driver.controller.groups[0].scheduler
     scheduler.check()
     assert not scheduler.running and not scheduler.waiting and not running.driver.controller.sequences
-    assert scheduler.blocks.num_free == scheduler.config.num_blocks
+    assert scheduler.num_free_blocks == scheduler.config.num_blocks
     assert not running.groups[0].sequences
 
 

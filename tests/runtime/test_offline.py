@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
-from paceline.batching.scheduler import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
 from paceline.runtime.offline import Offline

@@ -1,6 +1,6 @@
 """Virtual time: stages of a pipeline, first in first out."""
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core.request import Request
 from paceline.simulator.driver import FixedOutputs, advance, simulate

@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.batching.scheduler import SchedulerConfig
+from paceline.batching.budget import GoalBudget
+from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
+from paceline.core.batch import StepShape
 from paceline.core.cluster import Cluster, Group, Parallel, Placement
 from paceline.core.events import Submit
 from paceline.core.request import SLO, Request
@@ -79,7 +81,7 @@ def test_models_that_share_a_group_take_turns(parallel):
     result, _, trace = fleet(models, [(parallel, ["a", "b"])], rate=3.0, seconds=10.0)
     assert (result.outcomes.statuses == 0).all()
     for _, spans in timeline(result):
-        ordered = sorted(spans)
+        ordered = sorted(spans.tolist())
         assert all(b >= end - 1e-9 for (_, end, _), (b, _, _) in zip(ordered, ordered[1:], strict=False))
 
 
@@ -124,3 +126,20 @@ def test_mistakes_are_named():
     big = replace(decoder("a"), kv_bytes=10**9)
     with pytest.raises(ValueError, match="memory: 'a' has no room for its KV cache"):
         fleet([big], [(Parallel(), ["a"])])
+
+
+def test_a_goal_between_tokens_is_held_by_the_budget_that_serves_it():
+    """Long prompts beside decodes: with the fixed budget a step takes 15 ms, with the goal's 12."""
+    plain = decoder("a", tbt=0.012)
+    goal = GoalBudget(STEP.linear, STEP.terms, 16, 512, 512, tbt=0.012)
+    streams = {"a": gamma(6.0, 1.0, 60.0, 1)}
+    trace = Trace.of(streams, lambda name, count: ([2000] * count, [100] * count))
+    placement = Placement((Group((0,), Parallel(), ("a",)),))
+    problem = Problem(Cluster(1, 8 * GB), [plain.table], [np.inf], trace.arrivals, trace.models)
+    late = {}
+    for name, model in {"fixed": plain, "goal": replace(plain, budget=goal)}.items():
+        gaps = run([model], placement, trace, problem, 8 * GB).outcomes.gaps[0]
+        late[name] = float((gaps > 0.012 + 1e-6).mean())
+    assert late["fixed"] > 0.2 and late["goal"] == 0.0
+    half = goal.of_share(0.5)
+    assert half(StepShape(8, 8, 8, 0), [(0, 5000)], None) > goal(StepShape(8, 8, 8, 0), [(0, 5000)], None)

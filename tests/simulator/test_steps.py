@@ -1,0 +1,110 @@
+"""The compiled simulation against the controller in virtual time: the same tokens at the same times, to the bit."""
+
+import random
+
+import numpy as np
+import pytest
+
+from paceline.batching.budget import GoalBudget
+from paceline.batching.config import SchedulerConfig
+from paceline.batching.policies import POLICIES
+from paceline.controller import Controller, GroupConfig
+from paceline.core.batch import Batch
+from paceline.core.request import SLO, Request
+from paceline.latency.step_time import StepTime
+from paceline.simulator.driver import FixedOutputs, simulate
+from paceline.simulator.steps import Requests, SimulatedGroup, run
+
+# dyadic, so that instants coincide
+FAST = StepTime(tuple(0.25 + n / 8 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
+SLOW = StepTime(tuple(1.0 + n / 4 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
+GOAL = GoalBudget(FAST.linear, FAST.terms, 4, 16, 64, tbt=2.0, margin=0.125)
+
+
+def fleets(policy: str, rng: random.Random) -> list[SimulatedGroup]:
+    """Two hosts of one model, one with little memory; two models that share a device with stages."""
+
+    def group(model: str, model_time: StepTime, share: float = 1.0, **options) -> SimulatedGroup:
+        limits = SchedulerConfig(
+            token_budget=rng.choice([8, 24, 64]), max_batch=rng.choice([3, 8]), block_size=4,
+            num_blocks=rng.choice([15, 20, 200]), watermark=rng.choice([0.0, 0.1]), max_num_batched_tokens=48,
+        )  # fmt: skip
+        return SimulatedGroup(GroupConfig((model,), limits, policy, **options), model_time, share)
+
+    return [
+        group("a", FAST, budget=rng.choice([None, GOAL])),
+        group("a", SLOW, pipeline=2, share=0.5),
+        group("b", SLOW, pipeline=3, share=0.25, device=7),
+        group("c", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL])),
+    ]
+
+
+def simulated(groups: list[SimulatedGroup], requests: list[Request]):
+    """By the controller: owner, token times, and (group, tokens, when it left each stage) of every step."""
+    taken, spans = [], {r.id: [] for r in requests}
+    owner = dict.fromkeys(spans, -1)
+
+    def latency(batch: Batch) -> float:
+        return groups[batch.group].share * groups[batch.group].step_time.seconds(batch.shape)
+
+    def watch(batch: Batch, stages: list[tuple[float, float]]) -> None:
+        taken.append((batch.group, batch.num_tokens, *(end for _, end in stages)))
+
+    outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
+    events = simulate(Controller([g.config for g in groups]), requests, latency, outputs, watch=watch)
+    for event in events:
+        if event.kind == "accepted":
+            owner[event.request] = event.group
+        elif event.kind == "tokens":
+            for request, tokens in zip(event.detail.requests, event.detail.tokens, strict=True):
+                spans[request] += [event.time] * tokens
+    return owner, spans, taken, {event.kind for event in events}
+
+
+def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:
+    rng = random.Random(seed)
+    groups, arrival, requests = fleets(policy, rng), 0.0, []
+    for index in range(90):
+        arrival += rng.choice([0.0, 0.25, 1.0, 6.0])
+        slo = SLO(rng.choice([None, 0.5, 8.0]), rng.choice([None, 1.0, 4.0]))
+        size = rng.choice([1, 5, 16, 40, 70]), rng.randint(1, 12)
+        requests.append(Request(str(index), *size, arrival, rng.choice("abc"), slo))
+    return groups, requests
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("seed", range(6))
+def test_it_decides_as_the_controller_does(policy, seed):
+    groups, requests = workload(policy, seed)
+    owner, times, taken, _ = simulated(groups, requests)
+    goals = [[np.inf if g is None else g for g in (r.slo.ttft, r.slo.tbt)] for r in requests]
+    columns = Requests(
+        np.array([r.arrival for r in requests]), np.array(["abc".index(r.model) for r in requests]),
+        np.array([r.prompt_tokens for r in requests]), np.array([r.max_tokens for r in requests]),
+        *np.array(goals).T.copy(),
+    )  # fmt: skip
+    found = run(groups, ("a", "b", "c"), columns)
+    assert found.owner.tolist() == list(owner.values())
+    for index, of_one in enumerate(times.values()):
+        if of_one:
+            assert (found.first[index], found.finish[index]) == (of_one[0], of_one[-1])
+        assert found.tokens[index] == len(of_one)
+    stages = [groups[g].config.pipeline for g in found.steps[:, 0]]
+    rows = zip(found.steps.tolist(), found.left.tolist(), stages, strict=True)
+    assert [(*step, *left[:k]) for step, left, k in rows] == taken
+    begins = np.cumsum([0, *np.bincount(columns.models, columns.outputs, 3).astype(int)])
+    for m in range(3):
+        mine = [np.diff(of_one) for r, of_one in zip(requests, times.values(), strict=True) if r.model == "abc"[m]]
+        gaps = found.gaps[begins[m] : found.gap_ends[m]]
+        assert sorted(gaps) == sorted(np.concatenate(mine).astype(np.float32))
+
+
+def test_the_comparison_has_seen_it_all():
+    kinds = [simulated(*workload("sarathi_serve", seed))[3] for seed in range(6)]
+    assert set().union(*kinds) >= {"preempted", "rejected", "finished"}
+
+
+def test_without_requests_nothing_happens():
+    empty = Requests(*(np.zeros(0, kind) for kind in (float, np.int64, np.int64, np.int64, float, float)))
+    found = run(fleets("paceline", random.Random(0)), ("a", "b", "c"), empty)
+    assert len(found.steps) == len(found.owner) == 0
