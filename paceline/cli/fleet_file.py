@@ -46,6 +46,7 @@ class ClusterKeys(BaseModel):
     devices: int | Literal["auto"] = "auto"
     memory: str | int = "auto"  # of each, such as 16GiB
     devices_per_node: int = Field(default=8, ge=1)
+    load_bandwidth: str | int = 0  # bytes/s from host memory to a device, such as 12GiB; 0: models stay where they are
 
     @field_validator("devices")
     @classmethod

@@ -197,7 +197,9 @@ def _cluster(fleet: FleetFile) -> Cluster:
         memory = available_bytes() // devices
     else:
         memory = keys.memory if isinstance(keys.memory, int) else parse_bytes(keys.memory)
-    return Cluster(devices, memory, keys.devices_per_node)
+    rate = keys.load_bandwidth
+    bandwidth = rate if isinstance(rate, int) else parse_bytes(rate, "load_bandwidth")
+    return Cluster(devices, memory, keys.devices_per_node, bandwidth)
 
 
 def traffic(fleet: FleetFile, plan: Planned, trace: Path | None, duration: float | None, seed: int) -> Trace:

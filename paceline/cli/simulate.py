@@ -10,7 +10,6 @@ from rich.table import Table
 
 from paceline.cli import fleet_file
 from paceline.cli.planning import check_parent, load_placement, make_folder, planned
-from paceline.core.cluster import Cluster
 from paceline.metrics.outcomes import report
 from paceline.placement.dispatch import RULES
 from paceline.placement.problem import ALPASERVE, ALPASERVE_EVENTS, Problem, Timing
@@ -48,7 +47,7 @@ def simulate(
         raise ValueError(f"placement: device {max(used)} is not one of the cluster's {known.cluster.devices}")
     slo = [float("inf") if goal.deadline is None else goal.deadline for goal in known.goals]
     problem = Problem(
-        Cluster(max(1, *used, known.cluster.devices), known.cluster.memory, known.cluster.devices_per_node),
+        known.cluster,
         [model.table for model in known.models], slo, requests.arrivals, requests.models, dispatch, TIMINGS[timing],
     )  # fmt: skip
     shape, member = problem.arrays(where)

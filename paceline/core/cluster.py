@@ -20,11 +20,16 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Identical devices with `memory` bytes each; those of a node are next to each other."""
+    """Identical devices with `memory` bytes each; those of a node are next to each other.
+
+    `load_bandwidth`: bytes/s from host memory to a device, all devices at once; 0: what a device does not hold it
+    cannot get. With it a group of one-shot models may have more than fit: who was not asked for longest gives way.
+    """
 
     devices: int = 1
     memory: int = 0
     devices_per_node: int = 8
+    load_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

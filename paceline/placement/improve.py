@@ -126,16 +126,13 @@ def _shape_of(problem: Problem, size: int, random: np.random.Generator) -> int |
 def _make_room(problem: Problem, shape: Ints, member: Bools, g: int, m: int, random: np.random.Generator) -> bool:
     """Puts a model into a group, others out as long as memory is short: first those that others have, too."""
     member[g, m] = True
-    weight = problem.weight[:, shape[g]]
-    free = problem.cluster.memory - weight[member[g]].sum(0)
-    while (free < 0).any():
+    while (problem.taken(shape[g], member[g]) > problem.cluster.memory).any():
         others = [one for one in np.flatnonzero(member[g]) if one != m]
         if not others:
             return False
         elsewhere = [one for one in others if member[:, one].sum() > 1]
         gone = random.choice(elsewhere or others)
         member[g, gone] = False
-        free = free + weight[gone]
     return True
 
 

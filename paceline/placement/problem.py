@@ -52,6 +52,7 @@ class Outcome:
     replicas: int
     finish: Floats  # [requests]; empty unless asked for
     owner: Ints  # [requests]: group; -1: nobody has the model; -2 - group: rejected there
+    ends: Floats  # [requests, stages]: when it leaves each
 
     @property
     def bad(self) -> Ints:
@@ -128,7 +129,7 @@ class Problem:
         out = Outcome(
             self.requests * active, np.zeros(len(self.tables), np.int64), np.zeros(len(self.tables)),
             np.zeros(groups, np.int64), np.zeros((groups, self.latency.shape[2])), int(member.sum()),
-            np.empty(count), np.empty(count, np.int64),
+            np.empty(count), np.full(count, -1), np.full((count, self.latency.shape[2]), np.nan),
         )  # fmt: skip
         self.evaluations += 1
         if self.judge and not whole:
@@ -136,7 +137,8 @@ class Problem:
             return out
         replay(
             self.times, self.models, active, self.goal, self.latency, self.stages, shape, member, RULES[self.rule],
-            self.timing[1:5], out.good, out.waited, out.asked, out.busy, out.finish, out.owner,
+            self.timing[1:5], self.weight, float(self.cluster.memory), float(self.cluster.load_bandwidth),
+            out.good, out.waited, out.asked, out.busy, out.finish, out.owner, out.ends,
         )  # fmt: skip
         return out
 
@@ -189,14 +191,28 @@ class Problem:
 
     def free(self, shape: Ints, member: Bools) -> Floats:
         """Bytes left on a device of each stage [groups, stages]; what is no stage has none to give."""
-        weight = np.where(np.isfinite(self.weight), self.weight, 0.0)
-        used = [weight[member[g], shape[g]].sum(0) for g in range(len(shape))]
-        return self.cluster.memory - np.array(used).reshape(len(shape), weight.shape[2])
+        used = [self.taken(p, mine) for p, mine in zip(shape, member, strict=True)]
+        return self.cluster.memory - np.array(used).reshape(len(shape), self.weight.shape[2])
+
+    def taken(self, p: int, mine: Bools) -> Floats:
+        """Bytes on a device of each stage [stages] that the models [models] of a group of shape p must have at once.
+
+        That is one at a time where they can come from host memory, so what they leave is what the largest leaves.
+        """
+        weight = self.weight[mine, p]
+        weight = np.where(np.isfinite(weight), weight, 0.0)
+        if self.cluster.load_bandwidth > 0 and not self.kind_of[mine].any():
+            largest: Floats = weight.max(0, initial=0.0)
+            return largest
+        total: Floats = weight.sum(0)
+        return total
 
     def room(self, p: int, mine: Bools) -> Bools:
         """Which models could join a group of shape p that has `mine` [models]: memory, shape and kind allow it."""
         weight = self.weight[:, p]
-        fits: Bools = (weight <= self.cluster.memory - weight[mine].sum(0)).all(1) & ~mine
+        swapped = self.cluster.load_bandwidth > 0 and not self.kind_of[mine].any()
+        taken = np.zeros(weight.shape[1]) if swapped else weight[mine].sum(0)
+        fits: Bools = (weight <= self.cluster.memory - taken).all(1) & ~mine
         if mine.any():
             fits &= self.kind_of == self.kind_of[mine.argmax()]
         return fits

@@ -18,7 +18,6 @@ from paceline.core.cluster import Group, Parallel, Placement
 from paceline.core.request import SLO
 from paceline.latency.step_time import StepTime
 from paceline.metrics.outcomes import STATUSES, Outcomes
-from paceline.placement.dispatch import passages
 from paceline.placement.problem import Judge, Outcome, Problem
 from paceline.placement.tables import ModelTable
 from paceline.simulator import steps
@@ -123,13 +122,12 @@ def _one_shot(problem: Problem, shape: np.ndarray, member: np.ndarray, active: n
     outcomes.finishes[mine] = out.finish[mine]
     outcomes.first_tokens[served] = out.finish[served]
     outcomes.statuses[served] = 0
-    delay = problem.timing.to_group + problem.timing.to_stage
     owner = np.where(served, out.owner, -1)
-    ends = passages(problem.times, problem.models, owner, problem.latency, problem.stages, shape, delay)
     for g in set(owner[served].tolist()):
         here = np.flatnonzero(owner == g)
         for k in range(len(result.busy[g])):
-            result.spend(g, k, ends[here, k], problem.latency[problem.models[here], shape[g], k], np.ones(len(here)))
+            took = problem.latency[problem.models[here], shape[g], k]
+            result.spend(g, k, out.ends[here, k], took, np.ones(len(here)))
 
 
 def _autoregressive(

@@ -84,6 +84,46 @@ def test_traces_are_described_and_rescaled(folder):
     assert load_trace(folder / "spread.csv") <= {(100 + i, i) for i in range(50)}
 
 
+def test_lengths_are_drawn_together_from_a_recording(folder):
+    """Of models with steps; what is one-shot has no output, whatever the recording says."""
+    step = {"linear": [0.01] * 20, "emit": 0.0, "decode": 0.0, "decode_context": 0.0, "chunk": 0.0,
+            "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
+    shapes = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": step}
+    (folder / "profile.json").write_text(json.dumps(profile({"small": 0.1}) | {"models": {
+        **profile({"small": 0.1})["models"], "llm": shapes}}))  # fmt: skip
+    (folder / "fleet.yaml").write_text(
+        "models:\n  - {name: a, source: 'profile:llm', workload: {rate: 9.0}}\n"
+        "  - {name: b, source: 'profile:small', workload: {rate: 9.0}}\n"
+    )
+    pairs = [(100, 7), (200, 3), (4000, 90)]
+    rows = "".join(f"{i},x,{prompt},{output}\n" for i, (prompt, output) in enumerate(pairs))
+    (folder / "lengths.csv").write_text("arrival,model,prompt_tokens,output_tokens\n" + rows)
+    options = ["--lengths", "lengths.csv", "--duration", "30", "--out", "t.csv"]
+    paceline(folder, "trace", "make", "fleet.yaml", *options)
+    with (folder / "t.csv").open() as file:
+        made = [(row["model"], int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    assert {(prompt, output) for model, prompt, output in made if model == "a"} == set(pairs)
+    told = paceline(folder, "trace", "make", "fleet.yaml", "--recorded", "t.csv", *options, code=2)
+    assert "recorded" in told and "--lengths" in told
+
+
+def test_models_of_a_full_device_come_from_host_memory(folder):
+    fleet = (folder / "fleet.yaml").read_text().replace("rate: 4.0, cv: 3.0", "rate: 0.2")
+    full = fleet.replace("devices: 4, memory: 5GiB", "devices: 1, memory: 3GiB")
+    for text, served in ((full, False), (full.replace("3GiB", "3GiB, load_bandwidth: 40GiB"), True)):
+        (folder / "fleet.yaml").write_text(text)
+        options = ["--profile", "profile.json", "--out", "p.json", "--duration", "60", "--effort", "20000", "--quiet"]
+        paceline(folder, "plan", "fleet.yaml", *options)
+        placed = {model for group in json.loads((folder / "p.json").read_text())["groups"] for model in group["models"]}
+        assert (placed == {"a", "b", "c"}) == served
+    paceline(folder, "trace", "make", "fleet.yaml", "--duration", "60", "--out", "t.csv")
+    paceline(folder, "simulate", "fleet.yaml", "--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv",
+             "--out", "r")  # fmt: skip
+    assert json.loads((folder / "r/report.json").read_text())["attainment"] > 0.7
+    (folder / "fleet.yaml").write_text(full.replace("3GiB", "3GiB, load_bandwidth: fast"))
+    assert "load_bandwidth: 'fast' is not a size" in paceline(folder, "plan", "fleet.yaml", *options, code=2)
+
+
 def test_one_shot_models_have_no_output_and_recordings_are_a_models_own(folder):
     (folder / "more.csv").write_text(
         "arrival,model,prompt_tokens,output_tokens\n" + "".join(f"{i},{'ab'[i % 3 == 0]},5,0\n" for i in range(30))

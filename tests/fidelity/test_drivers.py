@@ -22,10 +22,12 @@ def controller() -> Controller:
     wide = SchedulerConfig(token_budget=64, max_batch=16, block_size=16, num_blocks=64)
     return Controller(
         [
-            GroupConfig(("a",), tight, max_waiting=12),
+            GroupConfig(("a",), tight, max_waiting=2),
             GroupConfig(("b",), wide),
             GroupConfig(("c",), tight, pipeline=3),
             GroupConfig(("d",), wide, "prefill_first", pipeline=2),
+            GroupConfig(("e",), wide, pipeline=2, device=1),
+            GroupConfig(("f", "a"), tight, pipeline=2, max_waiting=2, device=1),
         ]
     )
 
@@ -37,7 +39,7 @@ def latency(batch: Batch) -> float:
 def workload(seed: int) -> tuple[list[Request], list[tuple[float, str]]]:
     rng = random.Random(seed)
     requests = [
-        Request(str(i), rng.randint(1, 40), rng.randint(1, 12), rng.randrange(200) / 8, rng.choice("abcd"))
+        Request(str(i), rng.randint(1, 40), rng.randint(1, 12), rng.randrange(200) / 8, rng.choice("abcdef"))
         for i in range(80)
     ]
     cancels = [(rng.randrange(400) / 8, str(rng.randrange(80))) for _ in range(16)]
@@ -56,7 +58,9 @@ async def drive(requests: list[Request], cancels: list[tuple[float, str]], log: 
     outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
     trace: list[Event] = []
     groups = controller()
-    clocks = [[0.0] * group.config.pipeline for group in groups.groups]
+    alone = [[0.0] * group.config.pipeline for group in groups.groups[:4]]
+    shared = [0.0] * 2
+    clocks = [*alone, shared, shared]  # the last two are on one device
 
     def execute(batch: Batch) -> None:
         stages = advance(clocks[batch.group], loop.time(), latency(batch))
@@ -85,10 +89,12 @@ def test_simulator_and_asyncio_driver_agree_event_for_event(seed):
     assert replay(controller(), record.load(log)) == live
 
 
-def test_preemptions_happen_in_this_comparison():
-    requests, cancels = workload(0)
-    outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
-    kinds = {e.kind for e in simulate(controller(), requests, latency, outputs, cancels)}
+def test_preemptions_and_rejections_happen_in_this_comparison():
+    kinds = set()
+    for seed in range(12):
+        requests, cancels = workload(seed)
+        outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
+        kinds |= {e.kind for e in simulate(controller(), requests, latency, outputs, cancels)}
     assert "preempted" in kinds and "rejected" in kinds
 
 
