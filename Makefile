@@ -29,14 +29,16 @@ models: install
 
 install: $(VENV)/installed
 
-$(VENV)/installed: pyproject.toml constraints.txt
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/test-installed: $(VENV)/installed
+$(VENV)/test-installed: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e '.[test]'
-	touch $@
+	touch $(VENV)/installed $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,9 @@
 # mypy: ignore-errors
 # (what extends Numba has no types)
 
+import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -129,6 +131,13 @@ STAMP = _stamp(
 )
 
 
+@cache
+def _tell() -> None:
+    """Once, to whoever looks."""
+    if sys.stderr and sys.stderr.isatty():
+        print("compiling the scheduler, once on this machine: half a minute", file=sys.stderr, flush=True)
+
+
 def part(function: F) -> F:
     """Compiled as a part of the entry points that call it."""
     return njit(function, no_cpython_wrapper=True, no_cfunc_wrapper=True, error_model="numpy")
@@ -149,6 +158,8 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = njit(cache=True, no_cfunc_wrapper=True, error_model="numpy")(function)
         compiled._cache._cache_file._source_stamp = STAMP + _stamp(Path(function.__code__.co_filename))
+        if not Path(compiled._cache._cache_file._index_path).exists():
+            _tell()
         compiled.compile(result(*arguments))
         compiled.disable_compile()
         return compiled

@@ -73,7 +73,6 @@ from paceline.core.request import (
 # What a policy is made of
 
 
-
 @part
 def decode(s: State, most: int, longest: bool = False) -> None:
     """Takes every decode that is ready (M2, M3), or `most`: the first to arrive, or those with most to come.

@@ -130,8 +130,8 @@ def _take_tokens(
     types.NamedTuple((FLOATS, INTS, INTS, INTS, FLOATS, FLOATS), Requests),  # type: ignore[no-untyped-call]
 )  # fmt: skip
 def _run(groups, times, lanes, num_lanes, hosts, by_goal, requests):  # type: ignore[no-untyped-def]
-    """groups: addresses of their states; lanes [groups]: which of the devices each has; hosts
-    [models, groups]; by_goal [groups]: whether goals order prompts."""
+    """groups: addresses of their states; lanes [groups]: which of the devices each has; hosts [models, groups]; by_goal
+    [groups]: whether goals order prompts."""
     count, arrivals, outputs = len(groups), requests.arrivals, requests.outputs
     stages, deepest = 1, np.zeros(num_lanes, np.int64)
     model_of = np.zeros(count, np.int64)
@@ -150,10 +150,10 @@ def _run(groups, times, lanes, num_lanes, hosts, by_goal, requests):  # type: ig
     total = len(arrivals)
     owner, first, finish = np.full(total, -1), np.full(total, np.nan), np.full(total, np.nan)
     tokens = np.zeros(total, np.int64)
-    gap_ends = np.zeros(hosts.shape[0], np.int64)
+    gap_ends = np.zeros(hosts.shape[0] + 1, np.int64)
     for i in range(total):
-        for m in range(requests.models[i] + 1, len(gap_ends)):
-            gap_ends[m] += outputs[i]
+        gap_ends[requests.models[i] + 1] += outputs[i]
+    gap_ends = np.cumsum(gap_ends)[:-1]
     gaps = np.zeros(outputs.sum(), np.float32)
     steps, took, left, num_steps = np.zeros((1024, 2), np.int64), np.zeros(1024), np.zeros((1024, stages)), 0
     queued, able, tried = np.zeros(count, np.int64), np.zeros(count, np.bool_), np.zeros(count, np.bool_)

@@ -237,7 +237,7 @@ def tiny(tmp_path_factory) -> tuple[Path, Path, object]:
     ],
 )
 def test_unseeded_tokens_follow_the_target(tiny, changes, draft, by_block):
-    """Joint law of three drafted tokens, with chunked prefill and preemption (at length: `make bench-exactness`)."""
+    """Joint law of three drafted tokens, with forced preemption (at length: `make bench-exactness`)."""
     assert abs(surprise(tiny, draft, by_block, **changes)) < 3.7
 
 
@@ -257,16 +257,20 @@ def test_mistakes_show_through_the_engine(tiny, monkeypatch, mistake, by_block):
     assert surprise(tiny, 3, by_block) > 3.7
 
 
+# wide, so that decodes have room for their drafts while prompts wait
+WIDE = dict(max_batch_tokens=3000, max_batch=200, num_blocks=1000)
+WIDE_LIMITS = SchedulerConfig(token_budget=3000, max_batch=200, num_blocks=1000)
+
+
 def surprise(tiny: tuple[Path, Path, object], draft: int, by_block: bool, **changes: object) -> float:
     """Standard deviations that what the engine emits is off from the target's law."""
     samples, prompt = 5_000, [1, 5, 2, 4, 3]
     path, draft_path, model = tiny
-    runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=48, num_blocks=512, drafter=str(draft_path))
+    runner = ModelRunner.load(path, drafter=str(draft_path), **WIDE)
     runner.by_block = by_block
-    base = SamplingParams(max_tokens=8, max_draft_tokens=draft, **{"seeded": False} | changes)
+    base = SamplingParams(max_tokens=max(4, draft + 2), max_draft_tokens=draft, **{"seeded": False} | changes)
     chosen = [replace(base, seed=1000 + i) for i in range(samples)]
-    limits = SchedulerConfig(token_budget=512, max_batch=48, num_blocks=512)
-    offline = Offline(runner, GroupConfig(scheduler=limits))
+    offline = Offline(runner, GroupConfig(scheduler=WIDE_LIMITS))
     forced(11)(offline.controller.groups[0].scheduler)
     got = [tuple(output.tokens[law.DRAFTED]) for output in offline.generate([prompt] * samples, chosen)]
     return law.surprise(got, law.drafted_law(model, prompt, base))
@@ -337,11 +341,10 @@ def test_another_vocabulary_changes_no_law(tiny, tmp_path, seeded):
     path, draft_path, model = tiny
     path = law.words(shutil.copytree(path, tmp_path / "target"), "abcdef")
     draft_path = law.words(shutil.copytree(draft_path, tmp_path / "draft"), "dxcayb")
-    runner = ModelRunner.load(path, max_batch_tokens=512, max_batch=48, num_blocks=512, drafter=str(draft_path))
+    runner = ModelRunner.load(path, drafter=str(draft_path), **WIDE)
     assert runner.drafter.model.vocabulary.num_shared == 4
-    base = SamplingParams(max_tokens=8, seeded=seeded, max_draft_tokens=3)
+    base = SamplingParams(max_tokens=5, seeded=seeded, max_draft_tokens=3)
     chosen, prompt = [replace(base, seed=i) for i in range(5000)], [1, 5, 2]
-    limits = SchedulerConfig(token_budget=512, max_batch=48, num_blocks=512)
-    got = Offline(runner, GroupConfig(scheduler=limits)).generate([prompt] * len(chosen), chosen)
+    got = Offline(runner, GroupConfig(scheduler=WIDE_LIMITS)).generate([prompt] * len(chosen), chosen)
     tokens = [tuple(output.tokens[law.DRAFTED]) for output in got]
     assert abs(law.surprise(tokens, law.drafted_law(model, prompt, base))) < 3.7
