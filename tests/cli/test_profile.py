@@ -63,7 +63,9 @@ def test_which_draft_pays(tmp_path):
     ]
     for one in results:
         assert 0 < one["acceptance"] < 1 and one["widths"]["1"] == 1 and len(one["predicted"]) == 8
-        assert (one["cost"] > 0.05) == (one["draft"] == "coder-draft") and one["measured"] > 0
+        assert one["cost"] > 0 and one["measured"] > 0
+    costs = {draft: sum(one["cost"] for one in results if one["draft"] == draft) for draft in ("coder-draft", "ngram")}
+    assert costs["coder-draft"] > costs["ngram"]
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
