@@ -43,7 +43,6 @@ def loading(clocks, weight, bandwidth, stages, now, free):  # type: ignore[no-un
     """When each stage will be free [stages] if weights [stages], bytes, have to come first."""
     for k in range(stages):
         free[k] = max(clocks[k], now) + weight[k] / bandwidth
-    return free
 
 
 @njit(cache=True)
@@ -120,10 +119,11 @@ def replay(  # type: ignore[no-untyped-def]
             if rule == LAST_STAGE:
                 value = clocks[g, stages[p] - 1]
             elif rule == FINISH:
-                begin = clocks[g]
-                if not here[g, m]:
-                    begin = loading(clocks[g], weight[m, p], bandwidth, stages[p], now + to_group, free)
-                value = passed(begin, latency[m, p], stages[p], now + to_group)
+                if bandwidth == 0 or here[g, m]:
+                    value = passed(clocks[g], latency[m, p], stages[p], now + to_group)
+                else:
+                    loading(clocks[g], weight[m, p], bandwidth, stages[p], now + to_group, free)
+                    value = passed(free, latency[m, p], stages[p], now + to_group)
             else:
                 value, before, j = 0.0, -1, first[g]
                 while j >= 0:
@@ -144,10 +144,11 @@ def replay(  # type: ignore[no-untyped-def]
         p = shape[chosen]
         end = best
         if rule != FINISH:
-            begin = clocks[chosen]
-            if not here[chosen, m]:
-                begin = loading(clocks[chosen], weight[m, p], bandwidth, stages[p], now + to_group, free)
-            end = passed(begin, latency[m, p], stages[p], now + to_group)
+            if bandwidth == 0 or here[chosen, m]:
+                end = passed(clocks[chosen], latency[m, p], stages[p], now + to_group)
+            else:
+                loading(clocks[chosen], weight[m, p], bandwidth, stages[p], now + to_group, free)
+                end = passed(free, latency[m, p], stages[p], now + to_group)
         accepted = end + margin - now <= slo[m]
         if accepted:
             if bandwidth > 0:
