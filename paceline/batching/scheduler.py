@@ -191,8 +191,7 @@ class Scheduler:
             budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
             chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, _pending(self._handle, budget), budget)
             s.chosen[: len(chosen)] = chosen
-        if self.pace:
-            s.factors[PACE], s.factors[SPENT] = self.pace.factor, spent
+        s.factors[PACE], s.factors[SPENT] = self.pace.factor if self.pace else 1.0, spent
         count, now = _compose(self._handle), s.now.tolist()
         if now[LOST]:
             self.preempted += self._sequences[s.lost[: now[LOST]]].tolist()
