@@ -14,7 +14,7 @@ from paceline.batching.policies import policy
 from paceline.batching.scheduler import Scheduler
 from paceline.batching.sharing import fewest, next_in_turn
 from paceline.core.batch import Batch, StepResult, StepShape
-from paceline.core.events import Advance, Cancel, Complete, Emitted, Event, Input, Reset, Submit
+from paceline.core.events import Advance, Back, Cancel, Complete, Emitted, Event, Input, Lost, Submit
 from paceline.core.protocols import Lookahead
 from paceline.core.request import Request, Sequence
 
@@ -43,6 +43,7 @@ class GroupState:
     config: GroupConfig
     scheduler: Scheduler
     served: int = 0  # when it had its last step, of those that share a device
+    up: bool = True  # it has workers
 
 
 class Controller:
@@ -81,8 +82,10 @@ class Controller:
                     events += self.complete(group, batch_id, result, now)
                 case Advance(group, batch_id):
                     self.groups[group].scheduler.advance(batch_id)
-                case Reset(group):
-                    events += self.reset(group, now)
+                case Lost(group):
+                    events += self.lose(group, now)
+                case Back(group):
+                    self.groups[group].up = True
                 case Submit(request, admitted):
                     events += self.submit(request, now, admitted)
                 case Cancel(request_id):
@@ -122,10 +125,7 @@ class Controller:
         hosts = self._hosts.get(request.model)
         if not hosts:
             return [Event("rejected", now, -1, request.id, detail=f"model: no group serves {request.model!r}")]
-        reasons = [self._refusal(self.groups[i], request, admitted) for i in hosts]
-        queued = [self.groups[i].scheduler.num_sequences for i in hosts]
-        chosen = max(0, plain(fewest)(queued, [not reason for reason in reasons]))
-        index, reason = hosts[chosen], reasons[chosen]
+        index, reason = self._host(request, hosts, admitted)
         scheduler = self.groups[index].scheduler
         if request.id in self.sequences:
             reason = "id: taken by another request"
@@ -133,6 +133,16 @@ class Controller:
             return [Event("rejected", now, index, request.id, detail=reason)]
         self.sequences[request.id] = index, scheduler.add(request)
         return [Event("accepted", now, index, request.id)]
+
+    def _host(self, request: Request, hosts: list[int], admitted: bool) -> tuple[int, str]:
+        """Of these groups the one to take the request, and why it cannot, if none can. Lost ones only if need be."""
+        groups = [self.groups[i] for i in hosts]
+        reasons = [self._refusal(group, request, admitted) for group in groups]
+        able = [not reason for reason in reasons]
+        up = [free and group.up for free, group in zip(able, groups, strict=True)]
+        queued = [group.scheduler.num_sequences for group in groups]
+        chosen = max(0, plain(fewest)(queued, up if any(up) else able))
+        return hosts[chosen], reasons[chosen]
 
     def _refusal(self, group: GroupState, request: Request, admitted: bool) -> str:
         """Why the group cannot take the request; empty: it can."""
@@ -144,8 +154,9 @@ class Controller:
         return ""
 
     def next_batch(self, group: int, now: float) -> Batch | None:
-        """The group's next step; None when it has nothing to do or its pipeline is full."""
-        return self.groups[group].scheduler.compose(group)
+        """The group's next step; None when it has nothing to do, its pipeline is full, or it has no workers."""
+        state = self.groups[group]
+        return state.scheduler.compose(group) if state.up else None
 
     def complete(self, group: int, batch_id: int, result: StepResult, now: float) -> list[Event]:
         """Takes what a batch yielded. A batch that a reset has overtaken is unknown and changes nothing."""
@@ -176,12 +187,25 @@ class Controller:
         self._end(sequence)
         return [Event("cancelled", now, index, request_id)]
 
-    def reset(self, group: int, now: float) -> list[Event]:
-        """The group lost its batches in flight and its KV cache; its sequences start over from what is known."""
-        scheduler = self.groups[group].scheduler
-        for sequence in scheduler.reset():
+    def lose(self, group: int, now: float) -> list[Event]:
+        """The group lost its batches in flight and its KV cache: its sequences start over from what is known, at other
+        groups of their model which are up, or at this one when it is back."""
+        state = self.groups[group]
+        state.up = False
+        for sequence in state.scheduler.reset():
             del self.sequences[sequence.id]
-        return self._preempted(group, now)
+        events = self._preempted(group, now)
+        for sequence in state.scheduler.waiting:
+            request = sequence.request
+            hosts = [i for i in self._hosts[request.model] if self.groups[i].up]
+            if not hosts:
+                continue
+            index, reason = self._host(request, hosts, admitted=True)
+            if not reason:
+                taken = self.groups[index].scheduler.take_over(sequence, state.scheduler)
+                self.sequences[request.id] = index, taken
+                events.append(Event("moved", now, index, request.id))
+        return events
 
     def _preempted(self, group: int, now: float) -> list[Event]:
         """Takes note of who lost its blocks."""
@@ -202,8 +226,10 @@ def _rank(item: Input) -> tuple[int, int]:
             return 0, group
         case Advance(group, _):
             return 1, group
-        case Reset(group):
+        case Lost(group):
             return 2, group
+        case Back(group):
+            return 3, group
         case Submit():
-            return 3, 0
-    return 4, 0
+            return 4, 0
+    return 5, 0

@@ -60,7 +60,7 @@ from paceline.batching.state import (
 )
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.protocols import Lookahead
-from paceline.core.request import HASHED, IN_FLIGHT, SERIAL, Request, Sequence
+from paceline.core.request import HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Request, Sequence
 
 Predict = Callable[[StepShape], float]
 
@@ -275,6 +275,15 @@ class Scheduler:
         self._know(sequence, request.prefix)
         if self.lookahead:
             self.lookahead.forget(slot)
+        return sequence
+
+    def take_over(self, other: Sequence, source: "Scheduler") -> Sequence:
+        """A sequence that waits in another group, whose blocks are of the same size, waits here from now on."""
+        assert self.config.block_size == source.config.block_size
+        sequence, known = self.add(other.request), len(other.request.prefix)
+        sequence.row[KNOWN] = sequence.row[PROMPT] = other.known
+        self._know(sequence, source.state.hashes[other.slot, known : other.row[HASHED]].tolist())
+        source.end(other)
         return sequence
 
     def end(self, sequence: Sequence) -> bool:

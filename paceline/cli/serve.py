@@ -23,13 +23,14 @@ from paceline.cli.fleet_file import Quantization
 from paceline.cli.profile import goal_budget, measured_here
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names, default_name, resolve
-from paceline.cli.worker import WorkerOptions
+from paceline.cli.worker import GroupOptions, WorkerOptions
+from paceline.core.cluster import Parallel
 from paceline.core.request import NO_SLO, SLO
 from paceline.engine.config import ModelConfig
 from paceline.engine.tokenizer import Tokenizer
 from paceline.latency.profile import Profile
-from paceline.runtime.fleet import FleetConfig, LocalFleet
-from paceline.runtime.group import WorkerConfig
+from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
+from paceline.runtime.group import ServedModel as GroupModel
 from paceline.server.app import ServedModel, ServerConfig, create_app
 from paceline.server.serve import bind
 from paceline.server.serve import serve as serve_http
@@ -183,18 +184,32 @@ def paced(model: Model, maximum: int, fixed: bool, threads: int | None, options:
     return replace(model, budget=goal_budget(model.name, model.profile, maximum, tbt))
 
 
-def worker_config(model: Model, limits: dict[str, int | None]) -> WorkerConfig:
+def worker_group(
+    models: list[Model], limits: dict[str, int | None], parallel: Parallel = Parallel()  # noqa: B008
+) -> WorkerGroup:
+    """Models that share the workers of a group."""
+    left = range(len(models), 0, -1)
+    options = (worker_options(model, limits, 1 / count) for model, count in zip(models, left, strict=True))
+    command = GroupOptions(tuple(options), parallel).command
+    return WorkerGroup(tuple(map(group_model, models)), command, parallel)
+
+
+def worker_options(model: Model, limits: dict[str, int | None], share: float) -> WorkerOptions:
     drafting = model.drafting
-    options = WorkerOptions(
+    return WorkerOptions(
         str(model.path),
         quantization=model.quantization,
         drafter=str(drafting.drafter),
         early_exit_layers=drafting.early_exit_layers,
+        share=share,
         **limits,
     )
-    return WorkerConfig(
+
+
+def group_model(model: Model) -> GroupModel:
+    drafting = model.drafting
+    return GroupModel(
         model.name,
-        options.command,
         model.tokenizer.eos_ids,
         model.slo,
         model.budget,
@@ -218,9 +233,9 @@ async def run(
     except OSError as error:
         raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
     console.print(f"loading {', '.join(m.name for m in models)} (kernels are compiled once, at the first start)")
-    workers = [worker_config(model, limits) for model in models]
+    groups = [worker_group([model], limits) for model in models]
     progress = LoadingProgress([m.name for m in models])
-    fleet = LocalFleet(workers, config, progress.update)
+    fleet = LocalFleet(groups, config, progress.update)
     try:
         with progress:
             await fleet.start()

@@ -5,16 +5,19 @@ python -m paceline.cli.worker OPTIONS_JSON DESCRIPTOR
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from paceline.core.cluster import Parallel
 from paceline.core.work import Engine
-from paceline.runtime.worker import serve
+from paceline.runtime.worker import Load, serve
+from paceline.runtime.workers import Seat
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a worker loads and the limits it plans its memory for. Bytes and tokens."""
+    """A model that a worker loads, and the limits it plans its memory for. Bytes and tokens."""
 
     path: str
     max_batch_tokens: int
@@ -28,23 +31,47 @@ class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantization: str = "none"
     drafter: str = "ngram"  # `DrafterName`; of requests that are to have drafts
     early_exit_layers: int | None = None
+    share: float = 1.0  # of what memory is left for KV
 
-    def command(self, num_blocks: int | None) -> list[str]:
-        """Arguments to the Python interpreter; `num_blocks` as an earlier worker of the same model had."""
-        options = self if num_blocks is None else msgspec.structs.replace(self, num_blocks=num_blocks)
-        return ["-m", "paceline.cli.worker", msgspec.json.encode(options).decode()]
+
+class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A group's models and its shape, and which of its workers this one is."""
+
+    models: tuple[WorkerOptions, ...]
+    parallel: Parallel = Parallel()  # noqa: RUF009
+    number: int = 0
+    meeting: str = ""
+
+    def command(self, seat: Seat) -> list[str]:
+        """Arguments to the Python interpreter."""
+        models = tuple(
+            options if blocks is None else msgspec.structs.replace(options, num_blocks=blocks)
+            for options, blocks in zip(self.models, seat.num_blocks, strict=True)
+        )
+        own = msgspec.structs.replace(self, models=models, number=seat.number, meeting=seat.meeting)
+        return ["-m", "paceline.cli.worker", msgspec.json.encode(own).decode()]
 
 
 def main(arguments: list[str]) -> int:
-    options = msgspec.json.decode(arguments[0], type=WorkerOptions)
+    group = msgspec.json.decode(arguments[0], type=GroupOptions)
+    return serve(int(arguments[1]), loads(group))
 
-    def load(progress: Callable[[int, int], None]) -> Engine:
-        from paceline.engine.runner import ModelRunner  # torch takes a second: heartbeats go by then
 
+def loads(group: GroupOptions) -> list[Load]:
+    """How each of the models is loaded, one after the other."""
+    peers = None
+
+    def load(options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
+        nonlocal peers
+        from paceline.engine.parallel import Peers, Place  # torch takes a second: heartbeats go by then
+        from paceline.engine.runner import ModelRunner
+
+        if group.meeting and peers is None:
+            peers = Peers(Place(group.parallel, group.number), group.meeting, options.device)
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name != "path"}
-        return ModelRunner.load(Path(options.path), progress=progress, **fields)
+        return ModelRunner.load(Path(options.path), progress=progress, peers=peers, **fields)
 
-    return serve(int(arguments[1]), load)
+    return [partial(load, options) for options in group.models]
 
 
 if __name__ == "__main__":

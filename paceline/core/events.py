@@ -26,8 +26,18 @@ class Advance:
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
-    """A group lost its KV cache (its worker was restarted): everything it ran is recomputed."""
+class Lost:
+    """A group lost its workers and with them its KV cache: it takes no step until it is `Back`.
+
+    Everything it ran is recomputed, by other groups that have the model or by itself when it is back.
+    """
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """A lost group's workers are there again."""
 
     group: int
 
@@ -47,7 +57,7 @@ class Cancel:
     request: str
 
 
-Input = Complete | Advance | Reset | Submit | Cancel
+Input = Complete | Advance | Lost | Back | Submit | Cancel
 
 
 class Emitted(NamedTuple):
@@ -60,7 +70,7 @@ class Emitted(NamedTuple):
 class Event(NamedTuple):
     """Something that a controller decided or noted, at `time` seconds."""
 
-    kind: str  # accepted rejected started preempted tokens finished cancelled failed
+    kind: str  # accepted rejected started preempted moved tokens finished cancelled failed
     time: float
     group: int
     request: str = ""  # the batch's number, where it is about a batch ("started", "tokens")

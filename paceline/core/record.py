@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from paceline.core.batch import StepResult
-from paceline.core.events import Advance, Cancel, Complete, Input, Reset, Submit
+from paceline.core.events import Advance, Back, Cancel, Complete, Input, Lost, Submit
 from paceline.core.request import SLO, Request
 
 Turn = tuple[float, tuple[Input, ...]]
@@ -41,6 +41,8 @@ def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
             return Advance(**fields)
         case "Cancel":
             return Cancel(fields["request"])
-        case "Reset":
-            return Reset(fields["group"])
-    raise ValueError(f"log: unknown input {kind!r}; known are Submit, Complete, Advance, Cancel, Reset")
+        case "Lost":
+            return Lost(fields["group"])
+        case "Back":
+            return Back(fields["group"])
+    raise ValueError(f"log: unknown input {kind!r}; known are Submit, Complete, Advance, Cancel, Lost, Back")

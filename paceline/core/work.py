@@ -25,7 +25,8 @@ class NewSequence:
 class SliceWork(NamedTuple):
     """Compute tokens [start, start + length); blocks[first_block:] of the sequence's table become `blocks`.
 
-    The last `num_draft` of them are not known: as many, or fewer, are to be drafted and verified.
+    The last `num_draft` of them are not known: as many, or fewer, are to be drafted and verified. `fresh` are tokens
+    that the sequence got since its last slice, for workers that did not sample them.
     """
 
     id: int
@@ -35,6 +36,7 @@ class SliceWork(NamedTuple):
     first_block: int
     blocks: list[int]
     num_draft: int = 0
+    fresh: Seq[int] = ()
 
 
 class TokenLogprobs(NamedTuple):
@@ -72,10 +74,13 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """One model on one device (or one stage of a group)."""
+    """One model on one device, or a worker's part of it."""
 
     info: EngineInfo
     progress: int  # counts layers and heads run since the start: shows a step that is stuck
+    waiting: bool  # for another worker of its group
+    first: bool  # where its group's steps begin: the first stage
+    answers: bool  # its outputs are those of its group; other workers have none
     draft_s: float  # seconds of the last step's forward pass in which tokens were drafted
 
     def step(

@@ -23,7 +23,8 @@ class EngineSequence:
     num_prompt: int
     stops: frozenset[int]  # ids that end it
     params: SamplingParams
-    state: SamplingState
+    state: SamplingState | None  # where nobody samples or drafts, there is none
+    fault: str = ""  # why it could not be learnt
     blocks: array = field(default_factory=lambda: array("q"))  # ids, as NumPy reads them without a copy
     num_followed: int = 0  # tokens whose keys and values a draft model has
     num_filled: int = 0  # blocks that it is known to have filled
@@ -35,6 +36,7 @@ class Job:
 
     work: SliceWork
     sequence: EngineSequence | None = None
+    runs: bool = False  # it is computed, whether or not anything comes of it
     span: SliceSpan | None = None
     draft: list[int] = field(default_factory=list)
     draft_rows: list[Tensor] = field(default_factory=list)  # log-probabilities that those were drawn from, to judge by

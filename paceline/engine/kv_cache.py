@@ -104,18 +104,20 @@ def available_bytes(device: str = "cpu") -> int:
 
 
 def pool_blocks(
-    token_bytes: int, block_size: int, *, used: int, memory: int | None, useful_tokens: int, device: str = "cpu"
-) -> int:
+    token_bytes: int, block_size: int, *, used: int, memory: int | None, useful_tokens: int, share: float = 1.0,
+    device: str = "cpu",
+) -> int:  # fmt: skip
     """How many blocks fit: a token takes `token_bytes`; `used` bytes of the process's `memory` are taken by all else.
 
-    Without `memory` it is what the machine has left less a margin, at most DEFAULT_POOL. Never more than
-    `useful_tokens` need. Raises ModelError when not even one block fits.
+    Without `memory` it is what the machine has left less a margin, at most DEFAULT_POOL. Of that they take a `share`,
+    and never more than `useful_tokens` need. Raises ModelError when not even one block fits.
     """
     per_block = token_bytes * block_size
     if memory is None:
         room = min(DEFAULT_POOL, int(available_bytes(device) * (1 - MARGIN)) - max(0, used - resident_bytes()))
     else:
         room = memory - used
+    room = int(share * room)
     blocks = min(room // per_block, -(-useful_tokens // block_size))
     if blocks < 1:
         raise ModelError(

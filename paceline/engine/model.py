@@ -7,6 +7,7 @@ a device; it was run and measured on CPU only.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from paceline.engine.attention import StepPlan, attend, norm_addresses
 from paceline.engine.config import ModelConfig
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.linear import Linear, Norm, TiledLinear, best_kind, kernels, make_linear
+from paceline.engine.parallel import Part, Peers, part_of
 from paceline.engine.rope import frequencies, interleave, rotations
 from paceline.engine.weights import Checkpoint
 
@@ -57,22 +59,30 @@ class Embedding:
 
 
 class Decoder:
-    """A model's weights and its forward pass."""
+    """A model's weights and its forward pass; or a worker's part of them, which `peers` have the rest of."""
 
-    def __init__(self, config: ModelConfig, embedding: Embedding, layers: list[Layer], norm: Norm, head: Linear):
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Embedding | None,
+        layers: list[Layer],
+        norm: Norm | None,
+        head: Linear | None,
+        device: str = "cpu",
+        peers: Peers | None = None,
+    ):
+        """`config` is of the part. Only a first stage has an embedding, only a last one norm and head."""
         self.config, self.embedding, self.layers, self.norm, self.head = config, embedding, layers, norm, head
+        self.device, self.peers = torch.device(device), peers
+        self.sums = peers is not None and peers.place.parallel.tensor > 1
         self.inv_freq, self.rope_factor = frequencies(config.rope, config.head_dim)
-        self.inv_freq = self.inv_freq.to(norm.weight.device)
-        self.addresses = self._addresses()
+        self.inv_freq = self.inv_freq.to(self.device)
+        self.addresses = None if self.sums else self._addresses()
 
     def first(self, layers: int) -> "Decoder":
         """The model that ends after its first layers: the same weights, norm and head."""
         config = replace(self.config, layers=layers, windows=self.config.windows[:layers])
-        return Decoder(config, self.embedding, self.layers[:layers], self.norm, self.head)
-
-    @property
-    def device(self) -> torch.device:
-        return self.norm.weight.device
+        return Decoder(config, self.embedding, self.layers[:layers], self.norm, self.head, str(self.device))
 
     def _addresses(self) -> np.ndarray | None:
         """A line of `kernels.decoder_layers` for each layer; None where its kernels cannot run all of them."""
@@ -93,7 +103,13 @@ class Decoder:
 
         progress[0] counts layers, for those who watch from another thread.
         """
-        x = self.embedding(tokens)
+        assert self.embedding is not None
+        return self.run(self.embedding(tokens), plan, cache, progress)
+
+    def run(self, x: Tensor, plan: StepPlan, cache: KVCache, progress: np.ndarray) -> Tensor:
+        """What the layers make of hidden states [tokens, hidden], which they change."""
+        if not self.layers:
+            return x
         turns = rotations(self.inv_freq, self.rope_factor, plan.positions)
         if self.addresses is not None:
             self._run_fused(x, turns, plan, cache, progress)
@@ -101,10 +117,17 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             heads = layer.qkv(x, layer.input_norm)
             mixed = attend(heads, turns, layer.head_norms, cache, index, self.config.windows[index], plan)
-            layer.out(mixed, add_to=x)
-            layer.down(layer.gate_up(x, layer.post_norm), add_to=x)
+            self._add(x, layer.out, mixed)
+            self._add(x, layer.down, layer.gate_up(x, layer.post_norm))
             progress[0] += 1
         return x
+
+    def _add(self, x: Tensor, linear: Linear, inner: Tensor) -> None:
+        """Adds what a layer makes of its inner columns to x; where others have the rest of those, theirs too."""
+        if self.sums:
+            x.add_(self.peers.sum_(linear(inner)))
+        else:
+            linear(inner, add_to=x)
 
     def _run_fused(self, x: Tensor, turns: Tensor, plan: StepPlan, cache: KVCache, progress: np.ndarray) -> None:
         """The same layers in one call of our kernels, bit for bit."""
@@ -124,60 +147,91 @@ class Decoder:
             rows, config.norm_eps, layers, np.array(shape), plans, chunks, np.array(memory), own_space, threads
         )
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [rows, hidden] before the last norm to logits [rows, vocab] float32."""
-        return self.head(hidden, self.norm).float()
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """Hidden states [rows, hidden] before the last norm to logits [rows, vocab] float32.
+
+        With tensor parallelism only the first rank has them, but all have to ask.
+        """
+        logits = self.head(hidden, self.norm).float()
+        return self.peers.gather(logits, self.config.vocab_size) if self.sums else logits
 
 
 class _Loader:
     """Builds a Decoder from a checkpoint, tensor by tensor: never more than one fused layer is held twice."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: str, kind: str, progress: Progress):
-        self.checkpoint, self.config, self.device, self.kind = checkpoint, config, device, kind
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, part: Part, device: str, kind: str, progress: Progress
+    ):
+        """`config` is of the whole model."""
+        self.checkpoint, self.config, self.part, self.device, self.kind = checkpoint, config, part, device, kind
         self.progress, self.done = progress, 0
 
-    def read(self, name: str, *shape: int, pairs: int = 0) -> Tensor:
-        """A tensor in float32; with `pairs`, its rows are those of that many heads and are interleaved."""
-        value = self.checkpoint.read(name, shape)
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), pairs: int = 0) -> Tensor:
+        """A tensor or a part of it in float32; with `pairs`, its rows are of that many heads and are interleaved."""
+        value = self.checkpoint.read(name, shape, part)
         self.done += self.checkpoint.nbytes(name)
         self.progress(self.done, self.checkpoint.total_bytes)
         return interleave(value, pairs) if pairs else value
 
     def norm(self, name: str, width: int, pairs: int = 0) -> Norm:
-        return Norm(self.read(f"{name}.weight", width, pairs=pairs).to(self.device), self.config.norm_eps)
+        return Norm(self.read(f"{name}.weight", (width,), pairs=pairs).to(self.device), self.config.norm_eps)
 
-    def fused(self, parts: list[tuple[str, int, int]], columns: int, bias: bool, gated: bool = False) -> Linear:
-        """One linear layer from several of the checkpoint: (name, rows, heads to interleave or 0) each."""
-        whole = torch.empty(sum(rows for _, rows, _ in parts), columns)
+    def fused(self, parts: list["Rows"], columns: int, bias: bool, gated: bool = False) -> Linear:
+        """One linear layer from rows of several of the checkpoint's, which have so many columns."""
+        whole = torch.empty(sum(len(rows.own) for rows in parts), columns)
         biases = torch.empty(whole.shape[0]) if bias else None
         begin = 0
-        for name, rows, pairs in parts:
-            whole[begin : begin + rows] = self.read(f"{name}.weight", rows, columns, pairs=pairs)
+        for name, count, own, pairs in parts:
+            end, some = begin + len(own), (slice(own.start, own.stop),)
+            whole[begin:end] = self.read(f"{name}.weight", (count, columns), some, pairs)
             if biases is not None:
-                biases[begin : begin + rows] = self.read(f"{name}.bias", rows, pairs=pairs)
-            begin += rows
-        biases = None if biases is None else biases.to(self.device)
-        return make_linear(self.kind, whole.to(self.device), biases, gated)
+                biases[begin:end] = self.read(f"{name}.bias", (count,), some, pairs)
+            begin = end
+        return make_linear(self.kind, whole.to(self.device), None if biases is None else biases.to(self.device), gated)
+
+    def inner(self, name: str, columns: int, own: range, bias: bool) -> Linear:
+        """A linear layer from inner columns to hidden states. The first rank adds the bias for all."""
+        rows = self.config.hidden
+        weight = self.read(f"{name}.weight", (rows, columns), (slice(None), slice(own.start, own.stop)))
+        biases = self.read(f"{name}.bias", (rows,)).to(self.device) if bias else None
+        return make_linear(self.kind, weight.to(self.device), biases if self.part.place.rank == 0 else None)
 
     def layer(self, index: int) -> Layer:
-        config, name = self.config, f"model.layers.{index}"
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        qkv = [(f"{attention}.q_proj", queries, config.heads), (f"{attention}.k_proj", keys, config.kv_heads)]
-        qkv.append((f"{attention}.v_proj", keys, 0))
-        gate_up = [(f"{mlp}.{part}_proj", config.intermediate, 0) for part in ("gate", "up")]
+        config, part, name = self.config, self.part, f"model.layers.{index}"
+        attention, mlp, size = f"{name}.self_attn", f"{name}.mlp", config.head_dim
+        queries, keys = config.heads * size, config.kv_heads * size
+        own, own_keys = _times(part.heads, size), _times(part.kv_heads, size)
+        qkv = [
+            Rows(f"{attention}.q_proj", queries, own, len(part.heads)),
+            Rows(f"{attention}.k_proj", keys, own_keys, len(part.kv_heads)),
+            Rows(f"{attention}.v_proj", keys, own_keys),
+        ]
+        gate_up = [Rows(f"{mlp}.{half}_proj", config.intermediate, part.inner) for half in ("gate", "up")]
         norms = None
         if config.qk_norm:
-            norms = tuple(self.norm(f"{attention}.{part}_norm", config.head_dim, pairs=1) for part in "qk")
+            norms = tuple(self.norm(f"{attention}.{one}_norm", size, pairs=1) for one in "qk")
         return Layer(
             qkv=self.fused(qkv, config.hidden, config.qkv_bias),
-            out=self.fused([(f"{attention}.o_proj", config.hidden, 0)], queries, config.out_bias),
+            out=self.inner(f"{attention}.o_proj", queries, own, config.out_bias),
             gate_up=self.fused(gate_up, config.hidden, config.mlp_bias, gated=True),
-            down=self.fused([(f"{mlp}.down_proj", config.hidden, 0)], config.intermediate, config.mlp_bias),
+            down=self.inner(f"{mlp}.down_proj", config.intermediate, part.inner, config.mlp_bias),
             input_norm=self.norm(f"{name}.input_layernorm", config.hidden),
             post_norm=self.norm(f"{name}.post_attention_layernorm", config.hidden),
             head_norms=norms,
         )
+
+
+class Rows(NamedTuple):
+    """Rows of a linear layer of the checkpoint that a part has."""
+
+    name: str
+    count: int  # in the checkpoint
+    own: range
+    pairs: int = 0  # heads among them whose rows are interleaved; 0: none
+
+
+def _times(some: range, size: int) -> range:
+    return range(some.start * size, some.stop * size)
 
 
 def load_decoder(
@@ -187,15 +241,24 @@ def load_decoder(
     device: str = "cpu",
     kind: str | None = None,
     progress: Progress = lambda done, total: None,
+    part: Part | None = None,
+    peers: Peers | None = None,
 ) -> Decoder:
-    """Loads and packs the weights. `kind` is a key of `linear.KINDS`, None the best here. Raises ModelError."""
-    loader = _Loader(checkpoint, config, device, kind or best_kind(device), progress)
-    table = "model.embed_tokens"
-    # The head is the largest matrix: it goes first, while little else is held beside its two copies.
-    head = loader.fused([(table if config.tied else "lm_head", config.vocab_size, 0)], config.hidden, False)
-    layers = [loader.layer(index) for index in range(config.layers)]
-    norm = loader.norm("model.norm", config.hidden)
-    embedding = Embedding(checkpoint, f"{table}.weight", (config.vocab_size, config.hidden), device)
-    checkpoint.refuse_unused(IGNORED)
+    """Loads and packs the weights. `kind` is a key of `linear.KINDS`, None the best here; `part` of the model that
+    `config` describes, None: all of it, and then there are no `peers`. Raises ModelError."""
+    part = part or part_of(config)
+    place, table = part.place, "model.embed_tokens"
+    loader = _Loader(checkpoint, config, part, device, kind or best_kind(device), progress)
+    head = norm = embedding = None
+    if place.last:
+        # The head is the largest matrix: it goes first, while little else is held beside its two copies.
+        rows = Rows(table if config.tied else "lm_head", config.vocab_size, part.vocabulary)
+        head, norm = loader.fused([rows], config.hidden, False), loader.norm("model.norm", config.hidden)
+    layers = [loader.layer(index) for index in part.layers]
+    if place.first:
+        embedding = Embedding(checkpoint, f"{table}.weight", (config.vocab_size, config.hidden), device)
+    others = [f"model.layers.{index}." for index in range(config.layers) if index not in part.layers]
+    others += ["model.norm."] * (norm is None) + ["lm_head."] * (head is None) + [table] * (embedding is None)
+    checkpoint.refuse_unused(IGNORED, tuple(others))
     progress(checkpoint.total_bytes, checkpoint.total_bytes)
-    return Decoder(config, embedding, layers, norm, head)
+    return Decoder(part.config, embedding, layers, norm, head, device, peers)

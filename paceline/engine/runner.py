@@ -1,7 +1,9 @@
-"""One model on one device: keeps sequences and the KV pool, runs steps. Satisfies `core.work.Engine`.
+"""A model, or a worker's part of it: keeps sequences and the KV pool, runs steps. Satisfies `core.work.Engine`.
 
 A step is: forget and learn sequences, one forward pass over all slices, logits of the rows that need them, sampling.
-A fault that belongs to one sequence is that sequence's answer; the others of the step do not notice.
+A fault that belongs to one sequence is that sequence's answer; the others of the step do not notice. In a group of
+several workers all take the same steps, worker 0 drafts, and one samples (`parallel`); a fault of a pass, after which
+they would not understand each other, ends the worker.
 """
 
 import ctypes
@@ -28,6 +30,7 @@ from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
 from paceline.engine.kv_cache import KVCache, MemoryPlan, pool_blocks, resident_bytes
 from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
+from paceline.engine.parallel import Part, Peers, Place, part_of
 from paceline.engine.sampler import SamplingState
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.vocabulary import shared_vocabulary
@@ -47,9 +50,20 @@ class ModelRunner:
 
     by_block = True  # what was drafted with a distribution is verified as a block, else token by token
 
-    def __init__(self, decoder: Decoder, cache: KVCache, info: EngineInfo, grammars: Grammars, device: str = "cpu"):
-        self.decoder, self.cache, self.info, self.device = decoder, cache, info, device
-        self.sequences: dict[int, EngineSequence | str] = {}  # a text is why the sequence could not be learnt
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        info: EngineInfo,
+        grammars: Grammars,
+        device: str = "cpu",
+        peers: Peers | None = None,
+    ):
+        self.decoder, self.cache, self.info, self.device, self.peers = decoder, cache, info, device, peers
+        place = peers.place if peers else Place()
+        self.first, self.last = place.first, place.last
+        self.drafts, self.answers = place.number == 0, place.number == place.answers
+        self.sequences: dict[int, EngineSequence] = {}
         self.drafter: Drafter = PromptLookup()
         self.grammars = grammars
         self.draft_s = 0.0
@@ -59,6 +73,10 @@ class ModelRunner:
     @property
     def progress(self) -> int:
         return int(self._progress[0])
+
+    @property
+    def waiting(self) -> bool:
+        return self.peers is not None and self.peers.waiting
 
     @staticmethod
     def load(
@@ -75,21 +93,32 @@ class ModelRunner:
         quantization: str = "none",
         drafter: str = "ngram",
         early_exit_layers: int | None = None,
+        share: float = 1.0,
+        peers: Peers | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "ModelRunner":
         """Loads a checkpoint directory and plans its memory before the weights are read.
 
-        `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool;
-        `context` the most tokens of a sequence, None what the model and the pool can hold; `quantization` is one of
-        `linear.QUANTIZATIONS`. `drafter` is a `DrafterName`; a model's path is its directory, and its memory is planned
-        with the rest; early exit is behind `early_exit_layers`, None: a quarter of them. Raises ModelError.
+        `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool, which
+        else takes this `share` of what is left; `context` the most tokens of a sequence, None what the model and the
+        pool can hold; `quantization` is one of `linear.QUANTIZATIONS`. `drafter` is a `DrafterName`; a model's path is
+        its directory, and its memory is planned with the rest; early exit is behind `early_exit_layers`, None: a
+        quarter of them. With `peers` it is this worker's part of the model, and draft models are with worker 0.
+        Raises ModelError.
         """
         if quantization not in QUANTIZATIONS:
             raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+        place = peers.place if peers else Place()
         drafts = DrafterName.parse(drafter)
+        if drafts.kind == "early_exit" and peers:
+            raise ModelError(f"drafter: early_exit needs a group of one device, not {place.parallel.devices}")
+        judges = drafts.kind != "ngram"
+        if place.number:
+            drafts = DrafterName("ngram")
         paths = [Path(path), Path(drafts.path)] if drafts.kind == "model" else [Path(path)]
         configs = [ModelConfig.load(path) for path in paths]
         config = configs[0]
+        parts = [part_of(config, place, quantization), *map(part_of, configs[1:])]
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
         limited, context = context is not None, context or config.max_context
@@ -98,38 +127,39 @@ class ModelRunner:
         vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
         if threads is not None:
             torch.set_num_threads(threads)
-        for one in configs:
-            _warm_up(one, block_size, device)
+        for part in (part for part in parts if part.layers):
+            _warm_up(part.config, block_size, device)
         file = paths[0] / "tokenizer.json"
         table = _trigrams(Path(drafts.path), paths[0], config.vocab_size) if drafts.kind == "trigram" else None
         grammars = Grammars(file if file.is_file() else None, config.vocab_size, config.eos_ids)
         baseline = resident_bytes() if device == "cpu" else 0
-        activations = max(activation_bytes(one, max_batch_tokens, context) for one in configs)
-        if drafts.kind != "ngram":
+        activations = max(activation_bytes(part.config, max_batch_tokens, context) for part in parts)
+        if judges:
             # distributions kept, and what a verdict makes of those of target and draft
             activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
-        weights = sum(one.weight_bytes(quantization) for one in configs)
+        weights = sum(part.weight_bytes(quantization) for part in parts)
         if num_blocks is None:
-            token_bytes = sum(one.kv_bytes_per_token for one in configs)
-            used = baseline + weights + activations
-            useful = max_batch * context
-            num_blocks = pool_blocks(
-                token_bytes, block_size, used=used, memory=memory, useful_tokens=useful, device=device
-            )
+            num_blocks = _blocks(
+                parts, block_size, used=baseline + weights + activations, share=share, memory=memory,
+                useful_tokens=max_batch * context, device=device, peers=peers,
+            )  # fmt: skip
         if limited and num_blocks * block_size < context:
             room = num_blocks * block_size
             raise ModelError(f"context: the KV cache holds {room} tokens, less than one sequence of {context}")
         kind, decoders, read, total = best_kind(device, quantization), [], 0, sum(c.total_bytes for c in checkpoints)
-        for checkpoint, one in zip(checkpoints, configs, strict=True):
+        for checkpoint, one, part in zip(checkpoints, configs, parts, strict=True):
             some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
-            decoders.append(load_decoder(checkpoint, one, device=device, kind=kind, progress=some))
+            with_peers = peers if one is config else None
+            decoders.append(
+                load_decoder(checkpoint, one, device=device, kind=kind, progress=some, part=part, peers=with_peers)
+            )
             read += checkpoint.total_bytes
         _trim_heap()
-        caches = [KVCache(one, num_blocks, block_size, device) for one in configs]
+        caches = [KVCache(part.config, num_blocks, block_size, device) for part in parts]
         plan = MemoryPlan(baseline, weights, sum(cache.nbytes for cache in caches), activations)
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
-        runner = ModelRunner(decoders[0], caches[0], info, grammars, device)
+        runner = ModelRunner(decoders[0], caches[0], info, grammars, device, peers)
         if drafts.kind == "early_exit":
             model = DecoderModel(decoders[0].first(exit_layers), caches[0].first(exit_layers), runner._progress)
             runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose)
@@ -151,52 +181,60 @@ class ModelRunner:
             self.sequences.pop(name, None)
         for sequence in new:
             self._learn(sequence)
-        started = perf_counter()
+        started, waited = perf_counter(), self.peers.waited_s if self.peers else 0.0
         jobs = [Job(work) for work in slices]
         for job in jobs:
             self._prepare(job)
-        self._draft([job for job in jobs if not job.error])
-        self.draft_s = perf_counter() - started
-        hidden = self._forward([job for job in jobs if not job.error])
-        begin = 0
-        for job in jobs:
-            if not job.error:
+        runs = [job for job in jobs if job.runs]
+        self._draft(runs, started)
+        hidden = self._forward(runs)
+        sampling = 0.0
+        if self.last:
+            begin = 0
+            for job in (job for job in runs if job.runs):
                 job.begin = begin
                 begin += job.span.length
-        sampling = -perf_counter()
-        self._prompt_logprobs([job for job in jobs if not job.error], hidden)
-        head_seconds = self._emit([job for job in jobs if job.work.emits and not job.error], hidden)
-        sampling += perf_counter() - head_seconds
-        self.drafter.settle([job for job in jobs if not job.error])
+            sampling = -perf_counter()
+            self._prompt_logprobs([job for job in runs if job.runs], hidden)
+            head_seconds = self._emit([job for job in runs if job.runs and job.work.emits], hidden)
+            sampling += perf_counter() - head_seconds
+        elif hidden.shape[0]:
+            self.peers.send(hidden)
+        if self.drafts and self.answers:
+            self.drafter.settle([job for job in jobs if not job.error])
         forward = perf_counter() - started - sampling
-        return [job.output() for job in jobs], forward, sampling
+        if self.peers:
+            forward -= self.peers.waited_s - waited
+        return [job.output() for job in jobs] if self.answers else [], forward, sampling
 
     def _learn(self, new: NewSequence) -> None:
-        generated = new.tokens[new.num_prompt :]
-        config = self.decoder.config
+        config, state, fault = self.decoder.config, None, ""
         try:
-            grammar = None
-            if new.params.json_schema:
-                grammar = self.grammars.of(new.params.json_schema)
-                self._tick()
-            prompt = new.tokens[: new.num_prompt]
-            state = SamplingState(new.params, config.vocab_size, config.eos_ids, prompt, generated, grammar)
+            if self.answers or self.drafts:
+                grammar = None
+                if new.params.json_schema:
+                    grammar = self.grammars.of(new.params.json_schema)
+                    self._tick()
+                prompt, generated = new.tokens[: new.num_prompt], new.tokens[new.num_prompt :]
+                state = SamplingState(new.params, config.vocab_size, config.eos_ids, prompt, generated, grammar)
         except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone
-            self.sequences[new.id] = f"{type(error).__name__}: {error}"
-            return
+            fault = f"{type(error).__name__}: {error}"
         stops = new.params.stops(config.eos_ids)
         tokens = array("q", new.tokens)
-        self.sequences[new.id] = EngineSequence(tokens, new.num_prompt, stops, new.params, state)
+        self.sequences[new.id] = EngineSequence(tokens, new.num_prompt, stops, new.params, state, fault)
 
     def _prepare(self, job: Job) -> None:
-        """Updates the block table and checks the slice."""
+        """Updates the sequence and checks the slice. One that could not be learnt is computed like others, for all
+        workers have to run the same slices."""
         work, sequence = job.work, self.sequences.get(job.work.id)
-        if not isinstance(sequence, EngineSequence):
-            job.error = sequence or f"sequence {work.id} is not known"
+        if sequence is None:
+            job.error = f"sequence {work.id} is not known"
             return
+        job.sequence = sequence
+        if not self.answers:
+            self._catch_up(job)
         sequence.blocks[work.first_block :] = array("q", work.blocks)
-        job.sequence, end = sequence, job.end
-        vocabulary, blocks = self.decoder.config.vocab_size, self.info.num_blocks
+        end, vocabulary, blocks = job.end, self.decoder.config.vocab_size, self.info.num_blocks
         if not 0 <= work.start < end <= len(sequence.tokens):
             job.error = f"tokens [{work.start}, {end}) of {len(sequence.tokens)} known"
         elif work.emits and end != len(sequence.tokens):
@@ -207,15 +245,31 @@ class ModelRunner:
             job.error = f"block ids must be from 0 to {blocks - 1}"
         elif not all(0 <= token < vocabulary for token in sequence.tokens[work.start : end]):
             job.error = f"token ids must be from 0 to {vocabulary - 1}"
+        else:
+            job.runs, job.error = True, sequence.fault
 
-    def _draft(self, jobs: list[Job]) -> None:
+    def _catch_up(self, job: Job) -> None:
+        """With tokens that another worker sampled."""
+        sequence, fresh = job.sequence, job.work.fresh
+        sequence.tokens.extend(fresh)
+        if self.drafts and fresh and not sequence.fault:
+            for token in fresh:
+                sequence.state.observe(token)
+            self.drafter.settle([job])
+
+    def _draft(self, jobs: list[Job], started: float) -> None:
         """Has tokens drafted, and says which rows there are to compute. Without a draft a step is as good as ever."""
-        try:
-            self.drafter.propose(jobs)
-        except Exception as error:
-            self._complain(f"steps go without drafts: {type(error).__name__}: {error}")
-            for job in jobs:
-                job.draft, job.draft_rows = [], []
+        if self.drafts:
+            drafted_for = [job for job in jobs if not job.error]
+            try:
+                self.drafter.propose(drafted_for)
+            except Exception as error:
+                self._complain(f"steps go without drafts: {type(error).__name__}: {error}")
+                for job in drafted_for:
+                    job.draft, job.draft_rows = [], []
+        self.draft_s = perf_counter() - started
+        if self.peers:
+            self.draft_s = self.peers.share_drafts(jobs, self.draft_s, self.decoder.config.vocab_size)
         for job in jobs:
             length = job.end + len(job.draft) - job.work.start
             job.span = SliceSpan(job.work.start, length, job.sequence.blocks, bool(job.draft))
@@ -234,17 +288,23 @@ class ModelRunner:
         if not jobs:
             return torch.empty(0, self.decoder.config.hidden, device=self.device)
         try:
-            plan = plan_step([job.span for job in jobs], self.decoder.config, self.info.block_size, self.device)
+            decoder, progress = self.decoder, self._progress
+            plan = plan_step([job.span for job in jobs], decoder.config, self.info.block_size, self.device)
+            if not self.first:
+                rows = sum(job.span.length for job in jobs)
+                return decoder.run(self.peers.receive(rows, decoder.config.hidden), plan, self.cache, progress)
             tokens = [
                 token
                 for job in jobs
                 for token in (*job.sequence.tokens[job.span.start :][: job.span.length], *job.draft)
             ]
-            return self.decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, self._progress)
+            return decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, progress)
         except Exception as error:
+            if self.peers:
+                raise
             if len(jobs) > 1:
                 return torch.cat([self._forward([job]) for job in jobs])
-            jobs[0].error = f"{type(error).__name__}: {error}"
+            jobs[0].runs, jobs[0].error = False, f"{type(error).__name__}: {error}"
             return self._forward([])
 
     def _tick(self) -> None:
@@ -255,16 +315,18 @@ class ModelRunner:
         for job in jobs:
             sequence, start = job.sequence, job.span.start
             targets = sequence.tokens[start + 1 : min(start + job.span.length + 1, sequence.num_prompt)].tolist()
-            if sequence.params.prompt_logprobs is None or not targets:
+            if sequence.params.prompt_logprobs is None:
                 continue
-            try:
-                for begin in range(0, len(targets), LOGIT_ROWS):
-                    some = targets[begin : begin + LOGIT_ROWS]
-                    logits = self.decoder.logits(hidden[job.begin + begin :][: len(some)])
+            for begin in range(0, len(targets), LOGIT_ROWS):
+                some = targets[begin : begin + LOGIT_ROWS]
+                logits = self.decoder.logits(hidden[job.begin + begin :][: len(some)])
+                self._tick()
+                if logits is None or job.error:
+                    continue
+                try:
                     job.prompt_logprobs += sampler.prompt_logprobs(logits, some, sequence.params.prompt_logprobs)
-                    self._tick()
-            except Exception as error:
-                job.error = f"{type(error).__name__}: {error}"
+                except Exception as error:
+                    job.error = f"{type(error).__name__}: {error}"
 
     def _emit(self, jobs: list[Job], hidden: Tensor) -> float:
         """Tokens for each job: one, and what stays of its draft. Returns the seconds that logits took.
@@ -281,6 +343,7 @@ class ModelRunner:
                 rows += range(end - 1 - len(job.draft), end)
             logits = self.decoder.logits(hidden.index_select(0, torch.tensor(rows, device=self.device)))
             seconds += perf_counter() - started
+            some = [] if logits is None else [job for job in some if not job.error]
             self._judge([job for job in some if job.draft_rows], logits)
             some = [job for job in some if not job.draft_rows]
             while some:
@@ -351,6 +414,26 @@ class ModelRunner:
             elif job.take(token, logprob):
                 going.append(job)
         return going
+
+
+def _blocks(
+    parts: list[Part], block_size: int, *, used: int, share: float, memory: int | None, useful_tokens: int, device: str,
+    peers: Peers | None,
+) -> int:  # fmt: skip
+    """`pool_blocks`, of the worker of a group that has room for the fewest. Raises ModelError at all of them."""
+    token_bytes, fault, blocks = sum(part.config.kv_bytes_per_token for part in parts), None, 0
+    try:
+        blocks = pool_blocks(
+            max(1, token_bytes), block_size, used=used, memory=memory, useful_tokens=useful_tokens, share=share,
+            device=device,
+        )  # fmt: skip
+    except ModelError as error:
+        fault = error
+    if peers:
+        blocks = peers.least(blocks)
+    if blocks < 1:
+        raise fault or ModelError("not enough memory at another worker of the group")
+    return blocks
 
 
 def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:

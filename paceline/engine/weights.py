@@ -62,9 +62,9 @@ class Checkpoint:
             self.maps[entry.file], dtype=DTYPES[entry.dtype], count=prod(shape), offset=entry.begin
         ).view(shape)
 
-    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A float32 copy of the tensor; the mapped pages are given back."""
-        copy = self.view(name, shape).to(torch.float32, copy=True)
+    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> Tensor:
+        """A float32 copy of the tensor, or of a part of it; the mapped pages are given back."""
+        copy = self.view(name, shape)[part].to(torch.float32, copy=True)
         self.release(name)
         return copy
 
@@ -79,9 +79,13 @@ class Checkpoint:
         if hasattr(mmap, "MADV_DONTNEED"):
             self.maps[entry.file].madvise(mmap.MADV_DONTNEED, first, entry.end - first)
 
-    def refuse_unused(self, ignored: tuple[str, ...]) -> None:
-        """Raises ModelError for tensors that the model never asked for: the config does not describe this file."""
+    def refuse_unused(self, ignored: tuple[str, ...], elsewhere: tuple[str, ...] = ()) -> None:
+        """Raises ModelError for tensors that the model never asked for: the config does not describe this file.
+
+        Not for those that end like `ignored`, nor for those that begin like `elsewhere`.
+        """
         unused = [name for name in self.entries if name not in self.used and not name.endswith(ignored)]
+        unused = [name for name in unused if not name.startswith(elsewhere)]
         if unused:
             file = self.entries[unused[0]].file
             more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""

@@ -1,4 +1,4 @@
-"""The running fleet: a worker process per model, one controller over all of them, one door for requests."""
+"""The running fleet: groups of workers with their models, one controller over all, one door for requests."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,14 @@ from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch
-from paceline.core.events import Cancel, Event, Input, Submit
+from paceline.core.cluster import Parallel
+from paceline.core.events import Cancel, Event, Input, Lost, Submit
 from paceline.core.request import NO_SLO, SLO, Request, SamplingParams
 from paceline.runtime.api import GroupLoad, ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
 from paceline.runtime.driver import Driver
-from paceline.runtime.group import WorkerConfig, WorkerGroup
+from paceline.runtime.group import ModelGroup, ServedModel
 from paceline.runtime.sequence import BlockHasher, RunningSequence
+from paceline.runtime.workers import Command, Workers
 
 WATCH_S = 0.25
 PACE_S = 60.0  # completions older than this say nothing about now
@@ -37,12 +39,21 @@ class FleetConfig:
     record: Path | None = None  # log of the controller's inputs, for `replay`
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerGroup:
+    """Devices of one shape, the models that they serve, and how to start the worker of each."""
+
+    models: tuple[ServedModel, ...]
+    command: Command
+    parallel: Parallel = Parallel()
+
+
 class LocalFleet:
     """Models on this machine (`runtime.api.Fleet`). Use as an async context manager."""
 
     def __init__(
         self,
-        models: Iterable[WorkerConfig],
+        groups: Iterable[WorkerGroup],
         config: FleetConfig,
         on_progress: Callable[[str, int, int], None] = lambda name, done, total: None,
     ) -> None:
@@ -50,8 +61,19 @@ class LocalFleet:
         self.observers: list[Observer] = []
         self.draining = False
         self.driver: Driver | None = None
-        self.groups = [WorkerGroup(i, m, self._on_step, on_progress) for i, m in enumerate(models)]
-        self._by_model = {group.config.name: group for group in self.groups}
+        self.workers: list[Workers] = []
+        self.groups: list[ModelGroup] = []  # as the controller counts them
+        self.sequences: dict[str, RunningSequence] = {}
+        self._hosts: dict[str, list[ModelGroup]] = {}
+        for one in groups:
+            workers = Workers(one.parallel, one.command)
+            self.workers.append(workers)
+            for number, model in enumerate(one.models):
+                at = len(self.groups), number
+                group = ModelGroup(*at, model, workers, self.sequences, self._on_step, on_progress)
+                self.groups.append(group)
+                workers.guests.append(group)
+                self._hosts.setdefault(model.name, []).append(group)
         self._ids = count(1)
         self._finished: deque[float] = deque(maxlen=64)
         self._idle = asyncio.Event()
@@ -71,7 +93,7 @@ class LocalFleet:
         """Starts the workers and returns when each is ready or has failed. Raises OSError for `record`."""
         recorder = self._recorder()
         self._watcher = asyncio.create_task(self._watch())
-        await asyncio.gather(*(group.start() for group in self.groups))
+        await asyncio.gather(*(workers.start() for workers in self.workers))
         await asyncio.gather(*(group.settled.wait() for group in self.groups))
         configs = [self._group_config(group) for group in self.groups]
         for group, config in zip(self.groups, configs, strict=True):
@@ -83,10 +105,12 @@ class LocalFleet:
         self.driver = Driver(controller, self._execute, self._notice, time.monotonic, recorder)
         for group in self.groups:
             group.driver = self.driver
+            if group.state != "ready":
+                self.driver.post(Lost(group.index))
 
     async def drain(self) -> None:
         self.draining = True
-        while any(group.sequences for group in self.groups):
+        while self.sequences:
             self._idle.clear()
             await self._idle.wait()
 
@@ -96,12 +120,12 @@ class LocalFleet:
         if self._watcher:
             self._watcher.cancel()
         for group in self.groups:
-            for seq in list(group.sequences.values()):
+            for seq in group.own():
                 group.fail(seq, "the server is shutting down")
-        await asyncio.gather(*(group.stop() for group in self.groups))
+        await asyncio.gather(*(workers.stop() for workers in self.workers))
         self._log.close()
 
-    def _group_config(self, group: WorkerGroup) -> GroupConfig:
+    def _group_config(self, group: ModelGroup) -> GroupConfig:
         limits = SchedulerConfig(
             token_budget=self.config.token_budget, max_batch=self.config.max_batch, watermark=self.config.watermark
         )
@@ -117,13 +141,17 @@ class LocalFleet:
             budget=group.config.budget,
             predict=group.config.predict,
             lookahead=group.config.lookahead,
+            pipeline=group.workers.parallel.pipeline,
+            device=self.workers.index(group.workers),
         )
 
     async def _watch(self) -> None:
         while True:
+            begin = time.monotonic()
             await asyncio.sleep(WATCH_S)
-            for group in self.groups:
-                group.watch()
+            late = max(0.0, time.monotonic() - begin - 2 * WATCH_S)  # this process stood still, or the whole machine
+            for workers in self.workers:
+                workers.watch(late)
 
     # Requests
 
@@ -138,11 +166,14 @@ class LocalFleet:
         slo: SLO = NO_SLO,
         admitted: bool = False,
     ) -> str:
-        group = self._by_model[model]
+        hosts = self._hosts[model]
         if (self.draining and not admitted) or self.driver is None:
             raise Unavailable("the server is shutting down" if self.draining else "the server is starting")
-        if group.state == "failed" or group.info is None:
-            raise Unavailable(f"model {model!r} is not available: {group.reason}", retry_after=30)
+        able = [group for group in hosts if group.state != "failed" and group.info]
+        if not able:
+            raise Unavailable(f"model {model!r} is not available: {hosts[0].reason}", retry_after=30)
+        group = max(able, key=lambda group: group.info.context)  # type: ignore[union-attr]
+        assert group.info
         if len(tokens) + params.max_tokens > group.info.context:
             raise TooLong(
                 f"{len(tokens)} prompt tokens and max_tokens={params.max_tokens} exceed the {group.info.context} "
@@ -157,22 +188,21 @@ class LocalFleet:
         if params.max_draft_tokens is not None:
             draft = min(draft, params.max_draft_tokens)
         request = Request(seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, seq.prefix, draft)
-        group.sequences[seq.id] = seq
+        self.sequences[seq.id] = seq
         self.driver.post(Submit(request, admitted))
         refusal = next((e for e in self.driver.flush() if e.kind == "rejected" and e.request == seq.id), None)
         if refusal:
-            del group.sequences[seq.id]
+            del self.sequences[seq.id]
             if refusal.detail == "queue: full":
                 raise Overloaded(self._retry_after())
             raise TooLong(str(refusal.detail))
         return seq.id
 
     def cancel(self, id: str) -> None:
-        for group in self.groups:
-            seq = group.sequences.get(id)
-            if seq and self.driver:
-                group.forget(seq)
-                self.driver.post(Cancel(id))
+        seq = self.sequences.pop(id, None)
+        if seq and self.driver:
+            seq.leave_worker()
+            self.driver.post(Cancel(id))
 
     def _retry_after(self) -> float:
         """Seconds until the queue has a place, by the pace of the last minute's completions."""
@@ -184,7 +214,10 @@ class LocalFleet:
     # State
 
     def status(self) -> list[ModelStatus]:
-        return [ModelStatus(g.config.name, g.state, g.reason, g.info) for g in self.groups]
+        """Of each model at the group that is best off."""
+        order = ("ready", "restarting", "loading", "stopped", "failed")
+        best = [min(hosts, key=lambda group: order.index(group.state)) for hosts in self._hosts.values()]
+        return [ModelStatus(group.config.name, group.state, group.reason, group.info) for group in best]
 
     def load(self) -> list[GroupLoad]:
         groups = self.driver.controller.groups if self.driver else []
@@ -206,10 +239,11 @@ class LocalFleet:
     def ready(self) -> bool:
         return not self.draining and self.driver is not None and self._all_that_live(lambda g: g.responsive)
 
-    def _all_that_live(self, is_well: Callable[[WorkerGroup], bool]) -> bool:
-        """A model that failed for good does not take the others down; `status` tells of it."""
-        alive = [group for group in self.groups if group.state != "failed"]
-        return bool(alive) and all(map(is_well, alive))
+    def _all_that_live(self, is_well: Callable[[Workers], bool]) -> bool:
+        """Every model has a group that is well. One that failed for good does not take the others down; `status` tells
+        of it."""
+        alive = [[g.workers for g in hosts if g.state != "failed"] for hosts in self._hosts.values()]
+        return any(alive) and all(any(map(is_well, workers)) for workers in alive if workers)
 
     # From the driver and the groups
 
@@ -222,7 +256,7 @@ class LocalFleet:
                 self._finished.append(event.time)
         for observer in self.observers:
             observer.on_events(events)
-        if not any(group.sequences for group in self.groups):
+        if not self.sequences:
             self._idle.set()
 
     def _on_step(self, step: StepRecord) -> None:

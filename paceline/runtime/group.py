@@ -1,4 +1,4 @@
-"""A group's worker and the sequences that run there: batches become messages, outputs become results."""
+"""A model on a group's workers, and its sequences that run there: batches become messages, outputs become results."""
 
 import asyncio
 import time
@@ -8,19 +8,16 @@ from dataclasses import dataclass, field
 
 from paceline.batching.budget import GoalBudget
 from paceline.core.batch import Batch, StepResult, StepShape
-from paceline.core.events import Cancel, Complete, Reset
+from paceline.core.events import Advance, Back, Cancel, Complete, Lost
 from paceline.core.protocols import Lookahead
 from paceline.core.request import NO_SLO, SLO
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.api import Drafted, StepRecord
 from paceline.runtime.driver import Driver
-from paceline.runtime.messages import Failed, FromWorker, Loading, Ready, Step, StepDone
-from paceline.runtime.process import WorkerProcess
+from paceline.runtime.messages import Step, StepDone
 from paceline.runtime.sequence import RunningSequence
+from paceline.runtime.workers import Workers
 
-HANG_S = 10.0  # a worker that has not moved for so long is killed and started again
-LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
-MAX_RESTARTS = 5  # in a row, without a step in between
 MAX_CRASHES = 3  # workers that die while they run a sequence, which gets nowhere: two may be somebody else's kills
 
 Part = list[tuple[int, RunningSequence]]  # index in the batch
@@ -28,11 +25,10 @@ Pushes = list[tuple[RunningSequence, SliceOutput, str | None]]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """How to start a model's worker: arguments to the Python interpreter, and once known, the KV blocks to allocate."""
+class ServedModel:
+    """A model as it is served by a group."""
 
     name: str
-    command: Callable[[int | None], list[str]]
     eos_ids: tuple[int, ...] = ()
     slo: SLO = NO_SLO  # `ttft` of requests that bring none of their own
     budget: GoalBudget | None = None
@@ -57,115 +53,97 @@ class Flight:
     output_s: float = 0.0
 
 
-class WorkerGroup:
-    """One worker process, restarted when it dies; `sequences` outlive it."""
+class ModelGroup:
+    """One model on the workers of one group: a group of the controller's. Its sequences outlive its workers."""
 
     def __init__(
         self,
         index: int,
-        config: WorkerConfig,
+        number: int,
+        config: ServedModel,
+        workers: Workers,
+        sequences: dict[str, RunningSequence],
         on_step: Callable[[StepRecord], None],
         on_progress: Callable[[str, int, int], None],
     ) -> None:
-        self.index, self.config = index, config
-        self.state, self.reason = "loading", ""
+        """`index`: the controller's; `number`: the workers'; `sequences`: of the whole fleet."""
+        self.index, self.number, self.config, self.workers = index, number, config, workers
+        self.sequences = sequences
+        self.reason = ""  # why it failed
         self.bad_input = False  # failed because of what the user gave
         self.info: EngineInfo | None = None
-        self.sequences: dict[str, RunningSequence] = {}
         self.driver: Driver | None = None  # set by the fleet when every group is loaded
         self.settled = asyncio.Event()  # loaded, or failed for good
+        self._shares = workers.parallel.devices > 1  # there are workers that do not sample
         self._on_step, self._on_progress = on_step, on_progress
-        self._process: WorkerProcess | None = None
         self._flying: dict[int, Flight] = {}
-        self._held: list[Batch] = []  # composed while there was no worker
         self._dropped: list[int] = []
-        self._restarts = 0
         self._cached_tokens = 0
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    # The process
-
-    async def start(self) -> None:
-        command = self.config.command(self.info.num_blocks if self.info else None)
-        self._process = WorkerProcess(command, self._on_message, self._on_exit)
-        try:
-            await self._process.start()
-        except OSError as error:
-            self._fail(f"the worker cannot be started: {error}")
-
-    async def stop(self) -> None:
-        self.state = "stopped"
-        await asyncio.gather(*self._tasks)
-        if self._process:
-            await self._process.stop()
 
     @property
-    def responsive(self) -> bool:
-        return self.state == "ready" and self._process is not None and self._process.responsive
+    def state(self) -> str:
+        """loading, ready, restarting, failed or stopped."""
+        return "failed" if self.reason else self.workers.state
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid if self._process else -1
+    def own(self) -> list[RunningSequence]:
+        """The sequences that the controller has here, in the order in which they came."""
+        if self.driver is None:
+            return []
+        here = (id for id, (group, _) in self.driver.controller.sequences.items() if group == self.index)
+        return [self.sequences[id] for id in here if id in self.sequences]
 
-    def watch(self) -> None:
-        """Called several times a second: a worker that hangs is killed, which starts it again."""
-        limit = HANG_S if self.state == "ready" else LOAD_HANG_S
-        if self._process and self._process.silent_s > limit:
-            self._process.kill()
+    # What the workers tell (`workers.Guest`)
 
-    def _on_exit(self, code: int) -> None:
-        if self.state in ("failed", "stopped"):
-            return
-        self._restarts += 1
-        if self.info is None or self._restarts > MAX_RESTARTS:
-            self._fail(f"the worker ended with code {code} {self._restarts} times in a row")
-            return
-        self.state = "restarting"
-        self._lose_sequences()
-        task = asyncio.create_task(self.start())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def loading(self, done: int, total: int) -> None:
+        self._on_progress(self.config.name, done, total)
 
-    def _lose_sequences(self) -> None:
-        """Nothing is at the worker any more. A sequence that ran in three that died, and got nowhere, fails."""
+    def ready(self) -> None:
+        self.settled.set()
+        if self.driver:
+            self.driver.post(Back(self.index))
+
+    def lost(self) -> None:
+        """Nothing is at the workers any more. A sequence that ran in three that died, and got nowhere, fails."""
         if self.driver is None:  # other groups are still loading: nothing runs yet
             return
-        self.driver.post(Reset(self.index))
-        flights = list(self._flying.values())
-        running = {seq for flight in flights for _, seq in flight.parts[0]}
-        self._held.clear()
-        self._dropped.clear()
-        for seq in self.sequences.values():
-            seq.at_worker = False
-            seq.blocks_sent = 0
-        self._land(flights)
+        running = self._leave()
         for seq in sorted(running, key=lambda seq: seq.handle):
             seq.crashes += 1
             if seq.crashes >= MAX_CRASHES and self.sequences.get(seq.id) is seq:
                 self.fail(seq, "the engine failed on this request more than once")
 
-    def _fail(self, reason: str) -> None:
-        self.state, self.reason = "failed", reason
-        self._flying.clear()
-        self._held.clear()
-        if self.driver:
-            self.driver.post(Reset(self.index))
-        for seq in list(self.sequences.values()):
+    def failed(self, reason: str, bad_input: bool) -> None:
+        self.reason, self.bad_input = reason, bad_input
+        self._leave()
+        for seq in self.own():  # no other group has taken them
             self.fail(seq, reason)
         self.settled.set()
+
+    def advanced(self, batch: int) -> None:
+        assert self.driver is not None
+        self.driver.post(Advance(self.index, batch))
+
+    def _leave(self) -> set[RunningSequence]:
+        """Gives the controller back what was here; returns the sequences that a worker was computing."""
+        flights = list(self._flying.values())
+        running = {seq for flight in flights for _, seq in flight.parts[0]}
+        self._dropped.clear()
+        for seq in self.own():
+            seq.lose_worker()
+        if self.driver:
+            self.driver.post(Lost(self.index))
+            self._land(flights)
+        return running
 
     # Steps
 
     def execute(self, batch: Batch) -> None:
-        """Sends a batch to the worker, or holds it until there is one."""
-        if self.state != "ready":
-            self._held.append(batch)
-            return
+        """Sends a batch to the workers."""
         innocent: Part = []
         suspects: list[Part] = []
         for index, request in enumerate(batch.requests):
             seq = self.sequences.get(request)
-            if seq is None:  # cancelled while the batch was held
+            if seq is None:  # cancelled in the turn that made the batch
                 continue
             if seq.crashes:
                 suspects.append([(index, seq)])
@@ -177,34 +155,15 @@ class WorkerGroup:
         self._send(batch, parts[0])
 
     def _send(self, batch: Batch, part: Part) -> None:
-        new = [seq.introduce() for _, seq in part if not seq.at_worker]
-        work = [seq.work(batch, index) for index, seq in part]
-        assert self._process is not None
-        self._process.send(Step(batch.id, new, work, self._dropped))
+        new = [seq.introduce(self) for _, seq in part if not seq.worker]
+        work = [seq.work(batch, index, self._shares) for index, seq in part]
+        self.workers.send(Step(self.number, batch.id, new, work, self._dropped))
         self._dropped = []
 
-    def _on_message(self, message: FromWorker) -> None:
-        match message:
-            case StepDone():
-                self._done(message)
-            case Loading(done, total):
-                self._on_progress(self.config.name, done, total)
-            case Ready(info):
-                self.info, self.state = self.info or info, "ready"
-                self.settled.set()
-                held, self._held = self._held, []
-                for batch in held:
-                    self.execute(batch)
-            case Failed(reason, bad_input):
-                self.bad_input = bad_input
-                self._fail(reason)
-
-    def _done(self, message: StepDone) -> None:
+    def stepped(self, message: StepDone) -> None:
         """Takes a step's outputs, lets the controller decide on the next one, then tells the sinks."""
-        assert self.driver is not None
         flight = self._flying[message.batch]
         received = time.perf_counter()
-        self._restarts = 0
         for (index, seq), output in zip(flight.parts.popleft(), message.outputs, strict=True):
             if self.sequences.get(seq.id) is seq:
                 self._take(flight, index, seq, output)
@@ -285,11 +244,13 @@ class WorkerGroup:
 
     # Sequences
 
+    def drop(self, handle: int) -> None:
+        self._dropped.append(handle)
+
     def forget(self, seq: RunningSequence) -> None:
-        """The sequence is done or cancelled; the worker hears of it with the next step."""
+        """The sequence is done or cancelled; its workers hear of it with the next step."""
         del self.sequences[seq.id]
-        if seq.at_worker:
-            self._dropped.append(seq.handle)
+        seq.leave_worker()
 
     def fail(self, seq: RunningSequence, reason: str) -> None:
         """Ends a sequence with an error, and it alone."""

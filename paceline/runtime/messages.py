@@ -1,6 +1,6 @@
-"""What the front end and a worker say to each other: msgpack over a `ipc://` socket, nothing else.
+"""What the front end and a worker say to each other: msgpack over a socket pair, nothing else.
 
-A group of several workers gets the same messages.
+All workers of a group get the same messages.
 """
 
 import msgspec
@@ -9,8 +9,9 @@ from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 
 
 class Step(msgspec.Struct, array_like=True, frozen=True, tag="step"):
-    """Run one batch. Sequences in `dropped` are forgotten first."""
+    """Run one batch of a model. Its sequences in `dropped` are forgotten first."""
 
+    model: int  # of those that the worker has
     batch: int
     new: list[NewSequence]
     slices: list[SliceWork]
@@ -22,8 +23,12 @@ class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
 
 
 class StepDone(msgspec.Struct, array_like=True, frozen=True, tag="done"):
-    """A batch is done; seconds of the forward pass, of sampling, and of drafting, which is part of the first."""
+    """A batch is done; seconds of the forward pass, of sampling, and of drafting, which is part of the first.
 
+    Of a group of several workers one says so.
+    """
+
+    model: int
     batch: int
     outputs: list[SliceOutput]
     forward_s: float
@@ -31,16 +36,25 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, tag="done"):
     draft_s: float
 
 
-class Loading(msgspec.Struct, array_like=True, frozen=True, tag="loading"):
-    """Progress of loading weights."""
+class Advanced(msgspec.Struct, array_like=True, frozen=True, tag="advanced"):
+    """A batch has left the first of several stages."""
 
+    model: int
+    batch: int
+
+
+class Loading(msgspec.Struct, array_like=True, frozen=True, tag="loading"):
+    """Progress of loading a model's weights."""
+
+    model: int
     done_bytes: int
     total_bytes: int
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
-    """The model is loaded and the KV pool allocated."""
+    """A model is loaded and its KV pool allocated."""
 
+    model: int
     info: EngineInfo
 
 
@@ -52,14 +66,15 @@ class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="beat"):
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
-    """The worker cannot start: one line for the user, and whether what it was given is to blame."""
+    """A model cannot be loaded: one line for the user, and whether what was given is to blame."""
 
+    model: int
     reason: str
     bad_input: bool
 
 
 ToWorker = Step | Shutdown
-FromWorker = StepDone | Loading | Ready | Heartbeat | Failed
+FromWorker = StepDone | Advanced | Loading | Ready | Heartbeat | Failed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -97,13 +97,16 @@ class Offline:
                 self._dropped = []
                 return outputs
 
+    def drop(self, handle: int) -> None:
+        self._dropped.append(handle)
+
     def _now(self) -> float:
         """Seconds since the beginning, what was skipped included."""
         return time.perf_counter() - self._begin
 
     def _step(self, batch: Batch) -> list[Input]:
         sequences = [self._running[request] for request in batch.requests]
-        new = [seq.introduce() for seq in sequences if not seq.at_worker]
+        new = [seq.introduce(self) for seq in sequences if not seq.worker]
         work = [seq.work(batch, index) for index, seq in enumerate(sequences)]
         got, forward_s, sample_s = self.engine.step(new, work, self._dropped)
         self._dropped = []
@@ -117,7 +120,7 @@ class Offline:
                 finish = seq.take(output)
                 seq.sink.push(output, finish)
             if finish or output.error:
-                self._dropped.append(self._running.pop(seq.id).handle)
+                self._running.pop(seq.id).leave_worker()
             seq.report(result, index, output, finish)
         self.on_step(batch, got, forward_s, sample_s)
         return [Complete(0, batch.id, result)]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.runtime import messages
 from paceline.runtime.channel import FrontEnd
-from paceline.runtime.messages import FromWorker, Heartbeat, Shutdown, ToWorker
+from paceline.runtime.messages import FromWorker, Heartbeat, Shutdown
 
 SILENT_S = 1.5  # without a heartbeat for so long the process is taken to hang
 STUCK_S = 1.8  # likewise a busy one whose progress stands still
@@ -24,8 +24,8 @@ class WorkerProcess:
     def __init__(
         self,
         command: Sequence[str],
-        on_message: Callable[[FromWorker], None],
-        on_exit: Callable[[int], None],
+        on_message: Callable[["WorkerProcess", FromWorker], None],
+        on_exit: Callable[["WorkerProcess", int], None],
     ) -> None:
         self.command = list(command)
         self.on_message, self.on_exit = on_message, on_exit
@@ -57,14 +57,20 @@ class WorkerProcess:
                 raise
         self._waiter = asyncio.create_task(self._wait())
 
-    def send(self, message: ToWorker) -> None:
-        self._channel.send(messages.encode(message))
+    def send(self, frame: bytes) -> None:
+        """A `ToWorker`, encoded."""
+        self._channel.send(frame)
 
     @property
     def responsive(self) -> bool:
         """Heartbeats come, and a busy worker's steps move."""
         now = time.monotonic()
         return now - self._last_beat < SILENT_S and now - self._last_move < STUCK_S
+
+    def forgive(self, seconds: float) -> None:
+        """The front end itself stood still for so long: nobody could be heard."""
+        self._last_beat += seconds
+        self._last_move += seconds
 
     @property
     def silent_s(self) -> float:
@@ -82,9 +88,9 @@ class WorkerProcess:
 
     async def stop(self, patience_s: float = 5.0) -> None:
         """Asks the process to leave, then makes it. `on_exit` is not called."""
-        self.on_exit = lambda _: None
+        self.on_exit = lambda process, code: None
         if self.process and self.process.returncode is None:
-            self.send(Shutdown())
+            self.send(messages.encode(Shutdown()))
             try:
                 await asyncio.wait_for(self.process.wait(), patience_s)
             except TimeoutError:
@@ -99,7 +105,7 @@ class WorkerProcess:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._channel.closed.wait(), LAST_WORDS_S)
         self._channel.close()
-        self.on_exit(code)
+        self.on_exit(self, code)
 
     def _receive(self, frame: bytes) -> None:
         message = messages.decode_from_worker(frame)
@@ -111,4 +117,4 @@ class WorkerProcess:
             self._progress = message.progress
         else:
             self._last_beat = self._last_move = now
-            self.on_message(message)
+            self.on_message(self, message)

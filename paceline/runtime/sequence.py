@@ -4,6 +4,7 @@ import secrets
 from array import array
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from typing import Protocol
 
 from paceline.core.batch import Batch, StepResult
 from paceline.core.request import SamplingParams
@@ -32,6 +33,14 @@ class BlockHasher:
         return tuple(hashes)
 
 
+class Worker(Protocol):
+    """Who computes a sequence."""
+
+    def drop(self, handle: int) -> None:
+        """Forgets a sequence with its next step."""
+        ...
+
+
 class RunningSequence:
     """Token ids and parameters of one sequence, and what its worker knows of it."""
 
@@ -55,18 +64,19 @@ class RunningSequence:
         self.cacheable = params.prompt_logprobs is None  # every prompt position must be computed for its logits
         self.hasher = hasher
         self.prefix = hasher.extend(self.tokens) if self.cacheable else ()
-        self.at_worker = False
+        self.worker: Worker | None = None  # that knows it
         self.epoch = 0  # preemptions that the worker's block table has seen
-        self.blocks_sent = 0
+        self.blocks_sent = self.tokens_sent = 0
         self._prompt_logprobs = 0  # positions delivered; a recomputation yields them again
         self.crashes = 0  # workers that died while they ran it, since it last got on
 
-    def introduce(self) -> NewSequence:
+    def introduce(self, worker: Worker) -> NewSequence:
+        self.worker, self.tokens_sent = worker, len(self.tokens)
         return NewSequence(self.handle, list(self.tokens), self.num_prompt, self.params)
 
-    def work(self, batch: Batch, index: int) -> SliceWork:
-        """A slice as its engine needs it: with the blocks that are new there. To be sent, in order, once."""
-        self.at_worker = True
+    def work(self, batch: Batch, index: int, tokens: bool = False) -> SliceWork:
+        """A slice as its engine needs it: with the blocks that are new there, and with the `tokens` where it has
+        workers that do not sample. To be sent, in order, once."""
         sequence = batch.sequences[index]
         if self.epoch != sequence.preemptions:  # it holds other blocks now
             self.epoch = sequence.preemptions
@@ -74,7 +84,20 @@ class RunningSequence:
         first, self.blocks_sent = self.blocks_sent, sequence.num_blocks
         emits, num_draft = batch.emits[index] == 1, batch.drafts[index] if batch.drafts else 0
         start, length = batch.starts[index], batch.lengths[index]
-        return SliceWork(self.handle, start, length, emits, first, sequence.blocks(first), num_draft)
+        fresh: list[int] = []
+        if tokens:
+            fresh, self.tokens_sent = self.tokens[self.tokens_sent :], len(self.tokens)
+        return SliceWork(self.handle, start, length, emits, first, sequence.blocks(first), num_draft, fresh)
+
+    def lose_worker(self) -> None:
+        """Nobody knows it any more."""
+        self.worker, self.blocks_sent = None, 0
+
+    def leave_worker(self) -> None:
+        """It is done."""
+        if self.worker:
+            self.worker.drop(self.handle)
+            self.worker = None
 
     def take(self, output: SliceOutput) -> str | None:
         """Appends emitted tokens; answers why the sequence ends here, if it does: "stop" or "length"."""

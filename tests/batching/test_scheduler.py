@@ -13,7 +13,7 @@ from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch, StepResult, StepShape
-from paceline.core.events import Advance, Cancel, Complete, Event, Reset, Submit
+from paceline.core.events import Advance, Back, Cancel, Complete, Event, Lost, Submit
 from paceline.core.request import SLO, Request
 from paceline.simulator.driver import FixedOutputs, simulate
 from paceline.speculation.lookahead import Costs, Lookahead
@@ -325,7 +325,7 @@ def test_failures_resets_and_cancellations_leak_nothing(policy, seed):
         scheduler.check()
         now, inputs, calm = now + 1.0, [], now > 60
         if not calm and rng.random() < 0.05:
-            inputs.append(Reset(0))
+            inputs += [Lost(0), Back(0)]
             flights.clear()
         if not calm and rng.random() < 0.2:
             inputs.append(Cancel(str(rng.randrange(30))))

@@ -18,6 +18,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 # name -> config class and what it changes in SIZE
 FAMILIES = {
     "llama2": (LlamaConfig, dict(num_key_value_heads=6)),
+    "llama-mqa": (LlamaConfig, dict(num_key_value_heads=1)),
     "llama-tied": (LlamaConfig, dict(tie_word_embeddings=True)),
     "llama-biases": (LlamaConfig, dict(attention_bias=True, mlp_bias=True)),
     "llama3-rope": (LlamaConfig, dict(rope_parameters=LLAMA3, tie_word_embeddings=True)),

@@ -8,6 +8,7 @@ import signal
 import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,8 @@ from paceline.controller import Controller
 from paceline.core import record
 from paceline.core.request import SamplingParams
 from paceline.runtime.api import Overloaded, TooLong, Unavailable
-from paceline.runtime.fleet import FleetConfig, LocalFleet
-from paceline.runtime.group import WorkerConfig
+from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
+from paceline.runtime.group import ServedModel
 from paceline.simulator.driver import replay
 from tests.runtime.toy_worker import CRASH, CRASH_ONCE, HANG, POISON, next_token
 
@@ -46,8 +47,9 @@ class Collector:
         self.done.set()
 
 
-def worker(**options) -> WorkerConfig:
-    return WorkerConfig("toy", lambda blocks: ["-m", "tests.runtime.toy_worker", json.dumps(options)])
+def worker(name="toy", **options) -> WorkerGroup:
+    command = ["-m", "tests.runtime.toy_worker", json.dumps(options)]
+    return WorkerGroup((ServedModel(name),), lambda seat: command)
 
 
 @asynccontextmanager
@@ -58,6 +60,13 @@ async def fleet(config: FleetConfig | None = None, **options):
         yield running
     finally:
         await running.stop()
+
+
+def children() -> list[str]:
+    """Process ids of workers of this process."""
+    me = os.getpid()
+    pids = Path(f"/proc/{me}/task/{me}/children").read_text().split()
+    return [pid for pid in pids if b"toy_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -72,7 +81,7 @@ def check_empty(running: LocalFleet) -> None:
     scheduler.check()
     assert not scheduler.running and not scheduler.waiting and not running.driver.controller.sequences
     assert scheduler.num_free_blocks == scheduler.config.num_blocks
-    assert not running.groups[0].sequences
+    assert not running.sequences
 
 
 async def until(condition, seconds: float = 20.0) -> None:
@@ -172,7 +181,7 @@ async def test_a_killed_worker_is_replaced_and_streams_go_on():
         for _ in range(2):
             progress = len(sinks[0].tokens)
             await until(lambda progress=progress: len(sinks[0].tokens) > progress + 2)
-            os.kill(running.groups[0].pid, signal.SIGKILL)
+            os.kill(running.workers[0].pids[0], signal.SIGKILL)
             await until(lambda: running.groups[0].state == "restarting")
             await until(lambda: running.groups[0].state == "ready")
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
@@ -203,9 +212,9 @@ async def test_a_crash_keeps_what_all_batches_in_flight_had_yielded():
         for i, sink in enumerate(sinks):
             running.submit("toy", [i, i + 1, i + 2], SamplingParams(max_tokens=6), sink)
         await until(lambda: len(sinks[-1].tokens) > 1)
-        os.kill(group.pid, signal.SIGKILL)
+        os.kill(group.workers.pids[0], signal.SIGKILL)
         await until(half_done)
-        os.kill(group.pid, signal.SIGKILL)
+        os.kill(group.workers.pids[0], signal.SIGKILL)
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
         for i, sink in enumerate(sinks):
             assert sink.tokens == expected([i, i + 1, i + 2], 6)
@@ -258,7 +267,7 @@ async def test_a_worker_that_dies_with_its_last_answer_unread_loses_nothing(toke
         running.submit("toy", [3, 4], SamplingParams(max_tokens=tokens), sink)
         await asyncio.sleep(0)
         time.sleep(0.1)  # the loop stands still
-        os.kill(running.groups[0].pid, signal.SIGKILL)
+        os.kill(running.workers[0].pids[0], signal.SIGKILL)
         time.sleep(0.1)
         late = Collector()
         running.submit("toy", [5], SamplingParams(max_tokens=3), late)
@@ -285,7 +294,7 @@ async def test_a_sequence_that_nobody_wants_ends():
 
 
 async def test_a_model_that_failed_does_not_take_the_others_down():
-    running = LocalFleet([replace(worker(refuse="no"), name="bad"), worker()], FleetConfig())
+    running = LocalFleet([worker("bad", refuse="no"), worker()], FleetConfig())
     await running.start()
     try:
         assert [status.state for status in running.status()] == ["failed", "ready"]
@@ -302,10 +311,10 @@ async def test_a_model_that_failed_does_not_take_the_others_down():
 async def test_stopping_in_the_middle_of_a_restart_leaves_no_process():
     running = LocalFleet([worker()], FleetConfig())
     await running.start()
-    os.kill(running.groups[0].pid, signal.SIGKILL)
+    os.kill(running.workers[0].pids[0], signal.SIGKILL)
     await until(lambda: running.groups[0].state == "restarting")
     await running.stop()
-    assert running.groups[0]._process.process.returncode is not None
+    assert not children()
 
 
 async def test_a_full_queue_and_a_drain_take_what_belongs_to_an_accepted_request():
@@ -329,11 +338,11 @@ async def test_a_hung_worker_is_not_ready_within_two_seconds(how):
         if how == "stuck":
             running.submit("toy", [HANG], SamplingParams(), Collector())
         else:
-            os.kill(running.groups[0].pid, signal.SIGSTOP)
+            os.kill(running.workers[0].pids[0], signal.SIGSTOP)
         await until(lambda: not running.ready, seconds=2.4)
         assert not running.healthy
         if how == "stopped":
-            os.kill(running.groups[0].pid, signal.SIGCONT)
+            os.kill(running.workers[0].pids[0], signal.SIGCONT)
             await until(lambda: running.ready)
 
 
@@ -398,7 +407,7 @@ async def test_a_model_that_does_not_load_says_why():
 
 async def test_a_worker_ends_with_its_front_end():
     async with fleet(delay=0.05) as running:
-        process = running.groups[0]._process
-        process.on_exit = lambda code: None  # not to be started again
+        process = running.workers[0]._processes[0]
+        process.on_exit = lambda process, code: None  # not to be started again
         process._channel.close()
         assert await asyncio.wait_for(process.process.wait(), 5) in (0, 3)

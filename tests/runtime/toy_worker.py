@@ -25,6 +25,7 @@ class ToyEngine:
     def __init__(self, num_blocks: int = 64, block_size: int = 4, delay: float = 0.0, marker: str = "") -> None:
         self.info = EngineInfo(num_blocks, block_size, 10, 20, 30, context=num_blocks * block_size, vocab_size=VOCAB)
         self.progress, self.draft_s = 0, 0.0
+        self.waiting, self.first, self.answers = False, True, True
         self.delay, self.marker = delay, marker
         self.cache = [[-1] * block_size for _ in range(num_blocks)]
         self.tokens: dict[int, list[int]] = {}
@@ -78,4 +79,4 @@ if __name__ == "__main__":
             progress(1, 1)
             return ToyEngine(**options)
 
-    sys.exit(serve(int(sys.argv[2]), load))
+    sys.exit(serve(int(sys.argv[2]), [load]))

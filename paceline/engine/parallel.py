@@ -1,0 +1,235 @@
+"""A worker's part of a model, and what the workers of a group say to each other.
+
+A model is cut into pipeline stages of consecutive layers (AlpaServe, section 4.1), and every stage over tensor ranks
+(Shoeybi et al., 2019, section 3): heads and the inner columns of the MLP are divided, each rank computes with its own,
+and a sum over the ranks follows the attention and the MLP. Rows of the head are divided too. The embedding is not: a
+worker reads the rows that it needs from the mapped file.
+
+Worker 0, where tokens enter, drafts; the first rank of the last stage samples and answers for the group. Steps come to
+all workers in the same order, so what they say to each other needs no names.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from paceline.core.cluster import Parallel
+from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.job import Job
+from paceline.placement.partition import cut
+
+TIMEOUT = timedelta(days=1)  # a worker waits for its turn; those that hang are found by their heartbeats
+UNIT = 32  # columns of the MLP that are not divided further, where it has as many for every rank
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Worker `number` of a group: rank `number % tensor` of stage `number // tensor`."""
+
+    parallel: Parallel = Parallel()
+    number: int = 0
+
+    @property
+    def stage(self) -> int:
+        return self.number // self.parallel.tensor
+
+    @property
+    def rank(self) -> int:
+        return self.number % self.parallel.tensor
+
+    @property
+    def first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stage == self.parallel.pipeline - 1
+
+    @property
+    def answers(self) -> int:
+        """The worker that samples and answers for the group."""
+        return (self.parallel.pipeline - 1) * self.parallel.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a worker holds of a model."""
+
+    place: Place
+    config: ModelConfig  # of the part: its layers and heads
+    layers: range  # of the model's
+    heads: range
+    kv_heads: range
+    inner: range  # of the MLP
+    vocabulary: range  # rows of the head; empty in all stages but the last
+
+    def weight_bytes(self, quantization: str) -> int:
+        """Of the weights that the worker holds."""
+        return replace(self.config, vocab_size=len(self.vocabulary)).weight_bytes(quantization)
+
+
+def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "none") -> Part:  # noqa: B008
+    """Raises ModelError for a model that cannot be divided so."""
+    stages, ranks, rank = place.parallel.pipeline, place.parallel.tensor, place.rank
+    heads, kv_heads, vocabulary = config.heads, config.kv_heads, config.vocab_size
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        valid = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ModelError(
+            f"parallel.tensor: {ranks} ranks cannot divide {heads} heads with {kv_heads} key-value heads; "
+            f"possible are {', '.join(map(str, valid))}"
+        )
+    if stages > config.layers:
+        raise ModelError(f"parallel.pipeline: {stages} stages for {config.layers} layers; at most one a layer")
+    layers = stage_layers(config, stages, quantization)[place.stage]
+    unit = UNIT if config.intermediate >= UNIT * ranks else 1
+    inner = [config.intermediate * n // ranks // unit * unit for n in range(ranks)]
+    begin, end = list(pairwise([*inner, config.intermediate]))[rank]
+    own_kv = kv_heads // ranks or 1
+    first_kv = rank * kv_heads // ranks
+    own = replace(
+        config,
+        layers=len(layers),
+        windows=config.windows[layers.start : layers.stop],
+        heads=heads // ranks,
+        kv_heads=own_kv,
+        intermediate=end - begin,
+    )
+    return Part(
+        place,
+        own,
+        layers,
+        range(rank * heads // ranks, (rank + 1) * heads // ranks),
+        range(first_kv, first_kv + own_kv),
+        range(begin, end),
+        range(vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks) if place.last else range(0),
+    )
+
+
+def stage_layers(config: ModelConfig, stages: int, quantization: str = "none") -> list[range]:
+    """Layers of each stage, by the bytes that a step reads of them: the head counts, the embedding costs nothing.
+
+    The last stage may have the head alone.
+    """
+    head = replace(config, layers=0).weight_bytes(quantization)
+    block = (config.weight_bytes(quantization) - head) / config.layers
+    ends = cut([0.0, *[block] * config.layers, float(head)], stages)
+    bounds = [0, *(min(end - 1, config.layers) for end in ends)]
+    return [range(*pair) for pair in pairwise(bounds)]
+
+
+class Peers:
+    """The other workers of the group. All calls block until they have what they need."""
+
+    def __init__(self, place: Place, meeting: str, device: str = "cpu") -> None:
+        """`meeting`: a URL at which the group's workers find each other (torch.distributed's `init_method`)."""
+        self.place, self.device = place, device
+        self.waited_s = 0.0  # for other stages, in all
+        self.waiting = False
+        tensor = place.parallel.tensor
+        backend = "gloo" if device == "cpu" else "nccl"
+        dist.init_process_group(
+            backend, init_method=meeting, rank=place.number, world_size=place.parallel.devices, timeout=TIMEOUT
+        )
+        self._begin = place.stage * tensor  # the first worker of this stage
+        groups = [dist.new_group(range(s * tensor, (s + 1) * tensor)) for s in range(place.parallel.pipeline)]
+        self._stage = groups[place.stage]
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # on their way
+
+    # Within a stage
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Over the ranks, in place."""
+        if self.place.parallel.tensor > 1:
+            dist.all_reduce(x, group=self._stage)
+        return x
+
+    def gather(self, logits: Tensor, vocabulary: int) -> Tensor | None:
+        """[rows, own part of the vocabulary] to [rows, vocabulary] at the first rank; None at the others."""
+        ranks = self.place.parallel.tensor
+        if ranks == 1:
+            return logits
+        width = -(-vocabulary // ranks)
+        even = logits.new_zeros(logits.shape[0], width)
+        even[:, : logits.shape[1]] = logits
+        root = self.place.rank == 0
+        parts = [torch.empty_like(even) for _ in range(ranks)] if root else None
+        dist.gather(even, parts, self._begin, group=self._stage)
+        if parts is None:
+            return None
+        bounds = pairwise(vocabulary * n // ranks for n in range(ranks + 1))
+        return torch.cat([part[:, : end - begin] for part, (begin, end) in zip(parts, bounds, strict=True)], dim=1)
+
+    # Between stages
+
+    def send(self, hidden: Tensor) -> None:
+        """To the next stage, which may take it later."""
+        self._send(hidden, self.place.number + self.place.parallel.tensor)
+
+    def receive(self, rows: int, width: int) -> Tensor:
+        """Hidden states [rows, width] of the stage before."""
+        x = torch.empty(rows, width, device=self.device)
+        self._receive(x, self.place.number - self.place.parallel.tensor)
+        return x
+
+    def share_drafts(self, jobs: Seq[Job], seconds: float, vocabulary: int) -> float:
+        """Tells all workers what worker 0 drafted, and the one that judges from which distributions.
+
+        Returns the seconds that drafting took there.
+        """
+        asked = [job for job in jobs if job.work.num_draft]
+        if not asked:
+            return seconds
+        width = max(job.work.num_draft for job in asked)
+        answers = self.place.answers
+        if self.place.number == 0:
+            lines = [
+                [len(job.draft), len(job.draft_rows), *job.draft, *[0] * (width - len(job.draft))] for job in asked
+            ]
+            table = torch.tensor([[int(seconds * 1e9), *[0] * (1 + width)], *lines], device=self.device)
+            for other in range(1, self.place.parallel.devices):
+                self._send(table, other)
+            rows = [row for job in asked for row in job.draft_rows]
+            if rows and answers:
+                self._send(torch.stack(rows), answers)
+            return seconds
+        table = torch.empty(1 + len(asked), 2 + width, dtype=torch.int64, device=self.device)
+        self._receive(table, 0)
+        (nanoseconds, *_), *lines = table.tolist()
+        for job, (count, _, *tokens) in zip(asked, lines, strict=True):
+            job.draft = tokens[:count]
+        total = sum(line[1] for line in lines)
+        if total and self.place.number == answers:
+            every = torch.empty(total, vocabulary, device=self.device)
+            self._receive(every, 0)
+            parts = every.split([line[1] for line in lines])
+            for job, part in zip(asked, parts, strict=True):
+                job.draft_rows = list(part)
+        return float(nanoseconds) * 1e-9
+
+    def least(self, number: int) -> int:
+        """Of what the workers say."""
+        numbers = torch.tensor([number], device=self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN)
+        return int(numbers)
+
+    def _send(self, x: Tensor, to: int) -> None:
+        x = x.contiguous()
+        work = dist.isend(x, to)
+        assert work is not None
+        self._sent.append((work, x))
+        # Before a worker gets a step, the step as many before as the pipeline is long has been answered for.
+        while len(self._sent) > (1 + self.place.parallel.pipeline) * (1 + self.place.parallel.devices):
+            self._sent.popleft()[0].wait()
+
+    def _receive(self, x: Tensor, source: int) -> None:
+        begin, self.waiting = perf_counter(), True
+        dist.recv(x, source)
+        self.waiting = False
+        self.waited_s += perf_counter() - begin

@@ -1,0 +1,193 @@
+"""The worker processes of one group of devices: started together, watched, and started again when one is lost."""
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from paceline.core.cluster import Parallel
+from paceline.core.work import EngineInfo
+from paceline.runtime import messages
+from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, StepDone, ToWorker
+from paceline.runtime.process import WorkerProcess
+
+HANG_S = 2.0  # workers of which one has not moved for so long are killed and started again
+LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
+MAX_RESTARTS = 5  # in a row, without a step in between
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """What a worker is told when it is started."""
+
+    number: int  # in its group
+    meeting: str  # a URL at which the group's workers find each other; empty: it is alone
+    num_blocks: tuple[int | None, ...]  # KV blocks by model, as workers before had them
+
+
+Command = Callable[[Seat], list[str]]  # arguments to the Python interpreter
+
+
+class Guest(Protocol):
+    """A model on these workers, as they see it: told of what concerns it (`runtime.group.ModelGroup`)."""
+
+    info: EngineInfo | None  # of what answers for the group; sizes in bytes are sums over its workers
+
+    def loading(self, done: int, total: int) -> None: ...
+    def ready(self) -> None: ...
+    def failed(self, reason: str, bad_input: bool) -> None: ...
+    def lost(self) -> None: ...
+    def stepped(self, message: StepDone) -> None: ...
+    def advanced(self, batch: int) -> None: ...
+
+
+class Workers:
+    """All of a group, or none: what one has lost the others cannot go on without."""
+
+    def __init__(self, parallel: Parallel, command: Command) -> None:
+        self.parallel, self.command = parallel, command
+        self.guests: list[Guest] = []
+        self.state = "loading"  # ready, restarting, failed, stopped
+        self._processes: list[WorkerProcess] = []
+        self._infos: list[dict[int, EngineInfo]] = []  # by model, of each process
+        self._failed: set[int] = set()  # models
+        self._restarts = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._folder: Path | None = None
+
+    async def start(self) -> None:
+        blocks = tuple(guest.info.num_blocks if guest.info else None for guest in self.guests)
+        self._processes, meeting = [], self._meeting()
+        for number in range(self.parallel.devices):
+            command = self.command(Seat(number, meeting, blocks))
+            self._processes.append(WorkerProcess(command, self._receive, self._exited))
+        self._infos = [{} for _ in self.guests]
+        try:
+            for process in list(self._processes):
+                await process.start()
+        except OSError as error:
+            self._fail(f"the worker cannot be started: {error}")
+
+    async def stop(self) -> None:
+        self.state = "stopped"
+        await asyncio.gather(*self._tasks)
+        await asyncio.gather(*(process.stop() for process in self._processes))
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def send(self, message: ToWorker) -> None:
+        frame = messages.encode(message)
+        for process in self._processes:
+            process.send(frame)
+
+    @property
+    def responsive(self) -> bool:
+        return self.state == "ready" and all(process.responsive for process in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def watch(self, late: float) -> None:
+        """Called several times a second, or so many seconds later: workers that hang are killed, and start again."""
+        limit = HANG_S if self.state == "ready" else LOAD_HANG_S
+        for process in self._processes:
+            process.forgive(late)
+        if any(process.silent_s > limit for process in self._processes):
+            self._kill()
+
+    def _meeting(self) -> str:
+        if self.parallel.devices == 1:
+            return ""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        return f"file://{self._folder / secrets.token_hex(8)}"
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _exited(self, process: WorkerProcess, code: int) -> None:
+        if process not in self._processes or self.state in ("failed", "stopped"):
+            return
+        gone, self._processes = self._processes, []
+        self._restarts += 1
+        loaded = any(guest.info for guest in self.guests)
+        if not loaded or self._restarts > MAX_RESTARTS:
+            self._fail(f"the worker ended with code {code} {self._restarts} times in a row", gone)
+            return
+        self.state = "restarting"
+        for model, guest in enumerate(self.guests):
+            if model not in self._failed:
+                guest.lost()
+        self._task(self._start_again(gone))
+
+    async def _start_again(self, gone: Sequence[WorkerProcess]) -> None:
+        await _end(gone)
+        if self.state == "restarting":
+            await self.start()
+
+    def _fail(self, reason: str, gone: Sequence[WorkerProcess] = ()) -> None:
+        self.state = "failed"
+        processes, self._processes = [*gone, *self._processes], []
+        for model, guest in enumerate(self.guests):
+            if model not in self._failed:
+                guest.failed(reason, False)
+        self._task(_end(processes))
+
+    def _task(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _receive(self, process: WorkerProcess, message: FromWorker) -> None:
+        if process not in self._processes:  # what those said that are being ended does not count
+            return
+        match message:
+            case StepDone():
+                self._restarts = 0
+                self.guests[message.model].stepped(message)
+            case Advanced(model, batch):
+                self.guests[model].advanced(batch)
+            case Loading(model, done, total):
+                if process is self._processes[-1]:
+                    self.guests[model].loading(done, total)
+            case Ready(model, info):
+                self._loaded(model, self._processes.index(process), info)
+            case Failed(model, reason, bad_input):
+                if model not in self._failed:
+                    self._failed.add(model)
+                    self.guests[model].failed(reason, bad_input)
+                self._see_whether_ready()
+
+    def _loaded(self, model: int, number: int, info: EngineInfo) -> None:
+        infos, guest = self._infos[model], self.guests[model]
+        infos[number] = info
+        if len(infos) == self.parallel.devices and model not in self._failed:
+            sizes = ("weight_bytes", "kv_bytes", "planned_bytes")
+            whole = {size: sum(getattr(one, size) for one in infos.values()) for size in sizes}
+            guest.info = guest.info or replace(info, **whole)
+        self._see_whether_ready()
+
+    def _see_whether_ready(self) -> None:
+        """They are when every model is loaded by all or has failed."""
+        models = range(len(self.guests))
+        if all(m in self._failed or len(self._infos[m]) == self.parallel.devices for m in models):
+            if len(self._failed) == len(self.guests):
+                self.state, gone, self._processes = "failed", self._processes, []
+                self._task(_end(gone))
+                return
+            self.state = "ready"
+            for model, guest in enumerate(self.guests):
+                if model not in self._failed:
+                    guest.ready()
+
+
+async def _end(processes: Sequence[WorkerProcess]) -> None:
+    for process in processes:
+        process.kill()
+    await asyncio.gather(*(process.stop() for process in processes))

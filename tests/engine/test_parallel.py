@@ -1,0 +1,153 @@
+"""Models on groups of several workers, real processes: the same tokens as on one device."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.batching.config import SchedulerConfig
+from paceline.cli.sources import BUILTIN
+from paceline.cli.worker import GroupOptions, WorkerOptions
+from paceline.controller import GroupConfig
+from paceline.core.cluster import Parallel
+from paceline.core.request import SamplingParams
+from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.parallel import Place, part_of, stage_layers
+from paceline.engine.runner import ModelRunner
+from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
+from paceline.runtime.group import ServedModel
+from paceline.runtime.offline import Offline
+from tests.engine import checkpoints
+from tests.runtime.test_fleet import Collector
+
+SHAPES = [Parallel(1, 2), Parallel(2, 1), Parallel(2, 2)]
+OUTPUT, BUDGET = 20, 32
+TIGHT = 14  # KV blocks, of which the longest sequence needs 6
+GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
+SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95, frequency_penalty=0.3, repetition_penalty=1.1)
+
+
+def prompts(vocabulary: int) -> list[list[int]]:
+    """Some repeat themselves, so that n-grams find drafts that stay."""
+    return [[3 + (7 * i + 5 * j * (i % 2) + j % (2 + i)) % (vocabulary - 3) for j in range(5 + 11 * i)] for i in range(6)]
+
+
+def requests(vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
+    kinds = (GREEDY, replace(SEEDED, seed=5))
+    drafts = [replace(kind, max_draft_tokens=draft) for kind in kinds for draft in (0, 3)]
+    return [(prompt, params) for prompt in prompts(vocabulary) for params in drafts]
+
+
+def alone(runner: ModelRunner, asked: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    """On one device, without drafts."""
+    offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(num_blocks=runner.info.num_blocks)))
+    params = [replace(one, max_draft_tokens=0) for _, one in asked]
+    return [output.tokens for output in offline.generate([prompt for prompt, _ in asked], params)]
+
+
+class Preemptions:
+    """An observer that counts."""
+
+    def __init__(self) -> None:
+        self.count = self.accepted = 0
+
+    def on_events(self, events) -> None:
+        self.count += sum(event.kind == "preempted" for event in events)
+
+    def on_step(self, step) -> None:
+        self.accepted += sum(one.accepted for one in step.drafts)
+
+
+async def in_group(
+    models: dict[str, WorkerOptions], parallel: Parallel, asked: dict[str, list[tuple[list[int], SamplingParams]]]
+) -> tuple[dict[str, list[list[int]]], Preemptions]:
+    """By a group of worker processes that has all the models."""
+    served = tuple(ServedModel(name, max_draft_tokens=3) for name in models)
+    group = WorkerGroup(served, GroupOptions(tuple(models.values()), parallel).command, parallel)
+    seen = Preemptions()
+    async with LocalFleet([group], FleetConfig(token_budget=BUDGET, max_batch=8)) as fleet:
+        assert [(one.state, one.reason) for one in fleet.status()] == [("ready", "")] * len(models)
+        fleet.observers.append(seen)
+        sinks = {name: [Collector() for _ in some] for name, some in asked.items()}
+        for name, some in asked.items():
+            for (prompt, params), sink in zip(some, sinks[name], strict=True):
+                fleet.submit(name, prompt, params, sink)
+        await asyncio.gather(*(sink.done.wait() for some in sinks.values() for sink in some))
+        for group in fleet.driver.controller.groups:
+            group.scheduler.check()
+    assert not [sink.error for some in sinks.values() for sink in some if sink.error]
+    return {name: [sink.tokens for sink in some] for name, some in sinks.items()}, seen
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> tuple[dict[str, Path], dict[str, list[list[int]]]]:
+    """A checkpoint of every family, and what one device makes of the requests."""
+    folder, paths, expected = tmp_path_factory.mktemp("families"), {}, {}
+    for name in checkpoints.FAMILIES:
+        paths[name] = folder / name
+        checkpoints.save(name, paths[name])
+        runner = ModelRunner.load(paths[name], max_batch_tokens=512, max_batch=64, num_blocks=400)
+        expected[name] = alone(runner, requests(checkpoints.SIZE["vocab_size"]))
+    return paths, expected
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("parallel", SHAPES, ids=str)
+async def test_every_family_in_groups_yields_the_tokens_of_one_device(families, parallel):
+    """Greedy and seeded, with and without drafts, in chunks, with preemption."""
+    paths, expected = families
+    limits = dict(max_batch_tokens=BUDGET, max_batch=8, num_blocks=TIGHT, threads=1)
+    models = {name: WorkerOptions(str(path), **limits) for name, path in paths.items()}
+    asked = {name: requests(checkpoints.SIZE["vocab_size"]) for name in models}
+    got, seen = await in_group(models, parallel, asked)
+    wrong = {name: [i for i, (a, b) in enumerate(zip(got[name], expected[name], strict=True)) if a != b] for name in got}
+    assert not {name: some for name, some in wrong.items() if some}
+    assert seen.count > 20 and seen.accepted > 100
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("parallel", [Parallel(1, 2), Parallel(2, 1)], ids=str)
+async def test_a_draft_model_with_the_first_worker_changes_nothing(parallel):
+    limits = dict(max_batch_tokens=256, max_batch=16, num_blocks=200)
+    coder = ModelRunner.load(BUILTIN / "coder", **limits)
+    asked = [(p, one) for p, one in requests(coder.info.vocab_size) if one.max_draft_tokens]
+    asked.append((asked[0][0], replace(SEEDED, seeded=False, max_draft_tokens=3)))  # judged by rejection: other tokens
+    expected = alone(coder, asked[:-1])
+    options = WorkerOptions(str(BUILTIN / "coder"), drafter=str(BUILTIN / "coder-draft"), threads=1, **limits)
+    got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
+    assert got["coder"][:-1] == expected and len(got["coder"][-1]) == OUTPUT
+    assert seen.accepted > 20
+
+
+def test_parts_make_the_whole():
+    config = ModelConfig.load(BUILTIN / "coder")
+    for parallel in (Parallel(1, 1), Parallel(1, 2), Parallel(3, 1), Parallel(2, 2)):
+        parts = [part_of(config, Place(parallel, number)) for number in range(parallel.devices)]
+        stages = [parts[i : i + parallel.tensor] for i in range(0, len(parts), parallel.tensor)]
+        assert [i for stage in stages for i in stage[0].layers] == list(range(config.layers))
+        for stage in stages:
+            assert [i for part in stage for i in part.heads] == list(range(config.heads))
+            assert [i for part in stage for i in part.inner] == list(range(config.intermediate))
+            assert {i for part in stage for i in part.kv_heads} == set(range(config.kv_heads))
+        assert [i for part in parts for i in part.vocabulary] == list(range(config.vocab_size))
+
+
+def test_more_ranks_than_key_value_heads_have_copies():
+    config = replace(ModelConfig.load(BUILTIN / "coder"), heads=8, kv_heads=2)
+    parts = [part_of(config, Place(Parallel(1, 4), number)) for number in range(4)]
+    assert [part.kv_heads for part in parts] == [range(0, 1), range(0, 1), range(1, 2), range(1, 2)]
+    assert all(part.config.heads == 2 and part.config.kv_heads == 1 for part in parts)
+
+
+def test_stages_are_cut_by_bytes():
+    config = replace(ModelConfig.load(BUILTIN / "coder"), layers=8, windows=(None,) * 8)
+    assert [len(stage) for stage in stage_layers(replace(config, vocab_size=1), 4)] == [2, 2, 2, 2]
+    head = stage_layers(replace(config, vocab_size=10**7), 2)
+    assert [len(stage) for stage in head] == [8, 0], "the head alone is more than all layers"
+
+
+@pytest.mark.parametrize(("parallel", "words"), [(Parallel(1, 5), "parallel.tensor"), (Parallel(99, 1), "pipeline")])
+def test_what_cannot_be_divided_is_refused(parallel, words):
+    with pytest.raises(ModelError, match=words):
+        part_of(ModelConfig.load(BUILTIN / "coder"), Place(parallel, 0))

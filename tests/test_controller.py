@@ -1,0 +1,85 @@
+"""Groups of one model: who takes a request, and what becomes of it when its group is lost."""
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+from paceline.batching.config import SchedulerConfig
+from paceline.controller import Controller, GroupConfig
+from paceline.core.batch import Batch
+from paceline.core.events import Back, Cancel, Complete, Lost, Submit
+from paceline.core.request import Request
+from paceline.simulator.driver import FixedOutputs
+
+LIMITS = SchedulerConfig(token_budget=12, max_batch=6, block_size=4, num_blocks=24)
+
+
+def two() -> Controller:
+    return Controller([GroupConfig(("a",), LIMITS), GroupConfig(("a",), LIMITS)])
+
+
+def test_requests_go_to_groups_that_are_up_and_wait_only_where_none_is():
+    controller = two()
+    controller.turn([Lost(0)], 0.0)
+    events, batches = controller.turn([Submit(Request(str(i), 3, 2, model="a")) for i in range(4)], 1.0)
+    assert [e.group for e in events if e.kind == "accepted"] == [1] * 4 and [b.group for b in batches] == [1]
+    events, batches = controller.turn([Lost(1), Submit(Request("late", 3, 2, model="a"))], 2.0)
+    assert [e.kind for e in events] == ["preempted"] * 4 + ["accepted"] and not batches
+    _, batches = controller.turn([Back(1)], 3.0)
+    assert [b.group for b in batches] == [1] and len(batches[0].requests) == 4
+
+
+def test_a_lost_group_s_sequences_go_on_elsewhere_from_what_is_known():
+    controller = two()
+    outputs = FixedOutputs({"x": 9})
+    events, batches = controller.turn([Submit(Request("x", 6, 9, model="a", prefix=(77,)))], 0.0)
+    result = outputs(batches[0])
+    result.hashes.append((0, (78,)))
+    _, (second,) = controller.turn([Complete(0, batches[0].id, result)], 1.0)
+    events, (third,) = controller.turn([Lost(0)], 2.0)
+    assert [(e.kind, e.group) for e in events] == [("preempted", 0), ("moved", 1), ("started", 1)]
+    assert third.starts == [0] and third.lengths == [7] and third.emits == b"\1"
+    sequence = third.sequences[0]
+    assert controller.groups[1].scheduler.state.hashes[sequence.slot, :2].tolist() == [77, 78]
+    assert controller.turn([Complete(0, second.id, outputs(second))], 3.0) == ([], []), "overtaken"
+    assert controller.groups[0].scheduler.num_sequences == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_loss_of_groups_loses_a_request(seed):
+    rng, controller = random.Random(seed), two()
+    lengths = {str(i): rng.randint(1, 12) for i in range(40)}
+    outputs, inputs = FixedOutputs(lengths), []
+    future = [(rng.random() * 30, Submit(Request(id, rng.randint(1, 30), n, model="a"))) for id, n in lengths.items()]
+    flights: deque[Batch] = deque()
+    ends: Counter[str] = Counter()
+    kinds: Counter[str] = Counter()
+    up, now = [True, True], 0.0
+    while inputs or flights or future or not all(up):
+        events, batches = controller.turn(inputs, now)
+        kinds.update(e.kind for e in events)
+        ends.update(e.request for e in events if e.kind in ("finished", "cancelled"))
+        assert all(up[batch.group] for batch in batches)
+        flights.extend(batches)
+        for group in controller.groups:
+            group.scheduler.check()
+        now, inputs = now + 1.0, []
+        inputs += [item for at, item in future if at <= now]
+        future = [(at, item) for at, item in future if at > now]
+        for group in range(2):
+            if up[group] and now < 60 and rng.random() < 0.15:
+                up[group] = False
+                inputs.append(Lost(group))
+                flights = deque(batch for batch in flights if batch.group != group)
+            elif not up[group] and (now > 60 or rng.random() < 0.3):
+                up[group] = True
+                inputs.append(Back(group))
+        if rng.random() < 0.1:
+            inputs.append(Cancel(str(rng.randrange(40))))
+        if flights:
+            batch = flights.popleft()
+            inputs.append(Complete(batch.group, batch.id, outputs(batch)))
+    assert ends == Counter(lengths.keys()) and kinds["moved"] > 0
+    assert not controller.sequences
+    assert all(group.scheduler.num_free_blocks == LIMITS.num_blocks for group in controller.groups)
