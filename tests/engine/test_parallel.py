@@ -22,15 +22,16 @@ from tests.engine import checkpoints
 from tests.runtime.test_fleet import Collector
 
 SHAPES = [Parallel(1, 2), Parallel(2, 1), Parallel(2, 2)]
-OUTPUT, BUDGET = 20, 32
-TIGHT = 14  # KV blocks, of which the longest sequence needs 6
+OUTPUT, BUDGET = 16, 32
+TIGHT = 9  # KV blocks, of which the longest sequence needs 5
 GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95, frequency_penalty=0.3, repetition_penalty=1.1)
 
 
 def prompts(vocabulary: int) -> list[list[int]]:
     """Some repeat themselves, so that n-grams find drafts that stay."""
-    return [[3 + (7 * i + 5 * j * (i % 2) + j % (2 + i)) % (vocabulary - 3) for j in range(5 + 11 * i)] for i in range(6)]
+    patterns = ((5, 0), (31, 1), (60, 2))
+    return [[3 + (7 * i + 5 * j * (i % 2) + j % (2 + i)) % (vocabulary - 3) for j in range(n)] for n, i in patterns]
 
 
 def requests(vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
@@ -101,9 +102,8 @@ async def test_every_family_in_groups_yields_the_tokens_of_one_device(families, 
     models = {name: WorkerOptions(str(path), **limits) for name, path in paths.items()}
     asked = {name: requests(checkpoints.SIZE["vocab_size"]) for name in models}
     got, seen = await in_group(models, parallel, asked)
-    wrong = {name: [i for i, (a, b) in enumerate(zip(got[name], expected[name], strict=True)) if a != b] for name in got}
-    assert not {name: some for name, some in wrong.items() if some}
-    assert seen.count > 20 and seen.accepted > 100
+    assert not [name for name in got if got[name] != expected[name]]
+    assert seen.count > 10 and seen.accepted > 50
 
 
 @pytest.mark.timeout(300)
@@ -117,7 +117,7 @@ async def test_a_draft_model_with_the_first_worker_changes_nothing(parallel):
     options = WorkerOptions(str(BUILTIN / "coder"), drafter=str(BUILTIN / "coder-draft"), threads=1, **limits)
     got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
     assert got["coder"][:-1] == expected and len(got["coder"][-1]) == OUTPUT
-    assert seen.accepted > 20
+    assert seen.accepted > 10
 
 
 def test_parts_make_the_whole():
