@@ -1,4 +1,4 @@
-"""The decoder: one config-driven stack for Llama 2 and 3, Mistral, Qwen2 and Qwen3.
+"""The decoder: one config-driven stack for Llama 2 and 3, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
 
 One forward runs over the flattened tokens of a hybrid batch: linear layers see all tokens at once, so that weights are
 read once a step (SARATHI, section 3), and attention is per slice. Weights are computed with in float32. The code takes
@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.engine.attention import StepPlan, attend, norm_addresses
-from paceline.engine.config import ModelConfig
+from paceline.engine.config import ARCHITECTURES, ModelConfig
+from paceline.engine.experts import Experts
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.linear import Linear, Norm, TiledLinear, best_kind, kernels, make_linear
 from paceline.engine.rope import frequencies, interleave, rotations
@@ -32,11 +33,12 @@ class Layer:
 
     qkv: Linear  # hidden -> (heads + 2 kv_heads) head_dim
     out: Linear  # heads head_dim -> hidden
-    gate_up: Linear  # hidden -> intermediate, gated
-    down: Linear  # intermediate -> hidden
+    gate_up: Linear | None  # hidden -> intermediate, gated
+    down: Linear | None  # intermediate -> hidden
     input_norm: Norm  # [hidden]
     post_norm: Norm  # [hidden]
     head_norms: tuple[Norm, Norm] | None  # of queries and keys, [head_dim]
+    experts: Experts | None = None  # in place of gate_up and down
 
 
 class Embedding:
@@ -102,7 +104,10 @@ class Decoder:
             heads = layer.qkv(x, layer.input_norm)
             mixed = attend(heads, turns, layer.head_norms, cache, index, self.config.windows[index], plan)
             layer.out(mixed, add_to=x)
-            layer.down(layer.gate_up(x, layer.post_norm), add_to=x)
+            if layer.experts is None:
+                layer.down(layer.gate_up(x, layer.post_norm), add_to=x)
+            else:
+                layer.experts(x, layer.post_norm, add_to=x)
             progress[0] += 1
         return x
 
@@ -159,24 +164,50 @@ class _Loader:
         biases = None if biases is None else biases.to(self.device)
         return make_linear(self.kind, whole.to(self.device), biases, gated)
 
+    def mlp(self, gate: str, up: str, down: str, width: int, bias: bool) -> tuple[Linear, Linear]:
+        """gate_up and down from the checkpoint's three, `width` between them."""
+        hidden = self.config.hidden
+        gate_up = self.fused([(gate, width, 0), (up, width, 0)], hidden, bias, gated=True)
+        return gate_up, self.fused([(down, hidden, 0)], width, bias)
+
+    def experts(self, index: int, local: range | None = None) -> Experts:
+        """The experts of a layer, or of them those in `local`."""
+        config = self.config
+        local = range(config.experts) if local is None else local
+        block, *parts = ARCHITECTURES[config.architecture].experts
+        name = f"model.layers.{index}.{block}"
+        router = self.read(f"{name}.gate.weight", config.experts, config.hidden).to(self.device)
+        kind = best_kind(self.device) if "int8" in self.kind else self.kind
+        held = [
+            self.mlp(*(f"{name}.experts.{expert}.{part}" for part in parts), config.expert_intermediate, False)
+            for expert in local
+        ]
+        return Experts(make_linear(kind, router), held, local, config.experts_per_token, config.norm_topk)
+
     def layer(self, index: int) -> Layer:
         config, name = self.config, f"model.layers.{index}"
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
         queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
         qkv = [(f"{attention}.q_proj", queries, config.heads), (f"{attention}.k_proj", keys, config.kv_heads)]
         qkv.append((f"{attention}.v_proj", keys, 0))
-        gate_up = [(f"{mlp}.{part}_proj", config.intermediate, 0) for part in ("gate", "up")]
+        parts, experts = (None, None), None
+        if index in config.sparse:
+            experts = self.experts(index)
+        else:
+            names = (f"{mlp}.{part}_proj" for part in ("gate", "up", "down"))
+            parts = self.mlp(*names, config.intermediate, config.mlp_bias)
         norms = None
         if config.qk_norm:
             norms = tuple(self.norm(f"{attention}.{part}_norm", config.head_dim, pairs=1) for part in "qk")
         return Layer(
             qkv=self.fused(qkv, config.hidden, config.qkv_bias),
             out=self.fused([(f"{attention}.o_proj", config.hidden, 0)], queries, config.out_bias),
-            gate_up=self.fused(gate_up, config.hidden, config.mlp_bias, gated=True),
-            down=self.fused([(f"{mlp}.down_proj", config.hidden, 0)], config.intermediate, config.mlp_bias),
+            gate_up=parts[0],
+            down=parts[1],
             input_norm=self.norm(f"{name}.input_layernorm", config.hidden),
             post_norm=self.norm(f"{name}.post_attention_layernorm", config.hidden),
             head_norms=norms,
+            experts=experts,
         )
 
 

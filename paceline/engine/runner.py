@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
-from paceline.engine import attention, sampler
+from paceline.engine import attention, experts, sampler
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.draft_models import DecoderModel, DraftModel
@@ -372,11 +372,12 @@ def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     if "tiled" in best_kind("cpu"):
         row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
-        widest = max(config.hidden, config.intermediate, queries)
+        widest = max(config.hidden, config.intermediate, config.expert_intermediate, queries)
         inside = min(max_batch_tokens, kernels.BLOCK) * (4 * config.intermediate + kernels.LINE)
         space = inside + kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
     else:
         row, space = 3 * config.hidden + max(3 * queries + 2 * keys, 3 * config.intermediate), 0
+    row = max(row, experts.row_floats(config) if config.sparse else 0)
     logits = 2 * LOGIT_ROWS * config.vocab_size
     working = attention.working_bytes(config, max_batch_tokens, context)
     return 4 * (row * max_batch_tokens + logits) + space + working + KEPT

@@ -77,7 +77,7 @@ def test_qwen3_defaults(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (dict(architectures=["GPT2LMHeadModel"]),
-         "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+         "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, MistralForCausalLM, MixtralForC"),
         (dict(architectures=None, model_type="bert"), r"none \(model_type bert\) is not supported"),
         (dict(hidden_act="gelu"), "hidden_act must be silu"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
