@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.engine import pages
 from paceline.engine.attention import StepPlan, attend, norm_addresses
 from paceline.engine.config import ARCHITECTURES, ModelConfig
 from paceline.engine.experts import Experts
@@ -25,6 +26,10 @@ Progress = Callable[[int, int], None]  # bytes loaded, bytes in all
 
 # Buffers that old checkpoints carry and that follow from the config, and the head of a tied model.
 IGNORED = ("rotary_emb.inv_freq", "masked_bias", "lm_head.weight")
+
+# Experts after which the heap is trimmed: copies of their size leave holes there that the next ones do not fit into, as
+# much in all as the weights (0.9 GiB measured). A trim took 3 ms.
+TRIM_EVERY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +183,12 @@ class _Loader:
         name = f"model.layers.{index}.{block}"
         router = self.read(f"{name}.gate.weight", config.experts, config.hidden).to(self.device)
         kind = best_kind(self.device) if "int8" in self.kind else self.kind
-        held = [
-            self.mlp(*(f"{name}.experts.{expert}.{part}" for part in parts), config.expert_intermediate, False)
-            for expert in local
-        ]
+        held = []
+        for expert in local:
+            names = (f"{name}.experts.{expert}.{part}" for part in parts)
+            held.append(self.mlp(*names, config.expert_intermediate, False))
+            if len(held) % TRIM_EVERY == 0:
+                pages.trim_heap()
         return Experts(make_linear(kind, router), held, local, config.experts_per_token, config.norm_topk)
 
     def layer(self, index: int) -> Layer:

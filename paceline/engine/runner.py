@@ -4,7 +4,6 @@ A step is: forget and learn sequences, one forward pass over all slices, logits 
 A fault that belongs to one sequence is that sequence's answer; the others of the step do not notice.
 """
 
-import ctypes
 import sys
 from array import array
 from collections.abc import Sequence as Seq
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
-from paceline.engine import attention, experts, sampler
+from paceline.engine import attention, experts, pages, sampler
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.draft_models import DecoderModel, DraftModel
@@ -124,7 +123,7 @@ class ModelRunner:
             some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
             decoders.append(load_decoder(checkpoint, one, device=device, kind=kind, progress=some))
             read += checkpoint.total_bytes
-        _trim_heap()
+        pages.trim_heap()
         caches = [KVCache(one, num_blocks, block_size, device) for one in configs]
         plan = MemoryPlan(baseline, weights, sum(cache.nbytes for cache in caches), activations)
         fits = min(context, num_blocks * block_size)
@@ -381,13 +380,6 @@ def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -
     logits = 2 * LOGIT_ROWS * config.vocab_size
     working = attention.working_bytes(config, max_batch_tokens, context)
     return 4 * (row * max_batch_tokens + logits) + space + working + KEPT
-
-
-def _trim_heap() -> None:
-    """Returns what loading left in the C library's heap (110 to 190 MiB measured) where that library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _warm_up(config: ModelConfig, block_size: int, device: str) -> None:
