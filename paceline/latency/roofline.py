@@ -9,7 +9,7 @@ from paceline.core.batch import StepShape
 class Roofline:
     """A model's sizes and a machine's rates (Williams et al., 2009). Bytes, operations, and both a second."""
 
-    weight_bytes: int  # read once a step, the head included; of experts those that are chosen
+    weight_bytes: int  # read once a step, the head included; of experts only those that are chosen
     token_flop: int  # of all layers, for one token: two a weight it meets
     emit_flop: int  # of the head, for one row
     pair_flop: int  # of attention, for one query-key pair: four a head's element, in all layers
