@@ -138,7 +138,7 @@ def _model(entry: Entry, file: PlanningProfile | None, errors: dict[str, float])
     for name, value in (("p50", found.error.p50), ("p95", found.error.p95)):
         errors[name] = max(errors.get(name, 0.0), value)
     floor = found.roofline
-    table = _from_config(entry, path, floor.weight_bytes)
+    table = _from_config(entry, path)
     budget = goal_budget(entry.name, found, SchedulerConfig().token_budget, slo.tbt)
     return SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget)
 
@@ -175,16 +175,18 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
     return SimulatedModel(ModelTable(name, shapes), slo, step, int((entry.roofline or {}).get("kv_bytes", 0)))
 
 
-def _from_config(entry: Entry, path: Path, weight_bytes: int) -> ModelTable:
-    """Stages by cutting the model's layers: blocks alike, the head by its share of the weights; embeddings are read a
-    row at a time, and cost nothing but memory."""
+def _from_config(entry: Entry, path: Path) -> ModelTable:
+    """Stages by cutting the model's layers: blocks and the head by their weights, of experts those that one token is
+    sent to; embeddings are read a row at a time, and cost nothing but memory."""
     from paceline.engine.config import ModelConfig
 
     config = ModelConfig.load(path)
     head = config.vocab_size * config.hidden * (1 if entry.quantization == "int8" else 4)
-    block = max(1, (weight_bytes - head) // config.layers)
-    seconds = [0.0, *[float(block)] * config.layers, float(head)]
-    weights = [0 if config.tied else head, *[block] * config.layers, head]
+    layers = range(config.layers)
+    active = [config.layer_bytes(layer, entry.quantization, config.experts_per_token) for layer in layers]
+    held = [config.layer_bytes(layer, entry.quantization) for layer in layers]
+    seconds = [0.0, *map(float, active), float(head)]
+    weights = [0 if config.tied else head, *held, head]
     return from_layers(entry.name, seconds, weights, PIPELINES)
 
 

@@ -22,7 +22,10 @@ class Architecture:
     out_bias: bool | str
     mlp_bias: bool | str
     qk_norm: bool = False  # RMS norm over each head's query and key, before the rotation
-    window: str = "none"  # none; all: `sliding_window` in every layer; layers: as `layer_types` say
+    window: str = "none"  # all: `sliding_window` in every layer; if_used: if so asked; layers: as `layer_types` say
+    experts: tuple[str, ...] = ()  # names in the checkpoint: of the block, an expert's gate, up and down; none: dense
+    expert_intermediate: str = "intermediate_size"  # a config key
+    norm_topk: bool | str = True
     defaults: tuple[tuple[str, Any], ...] = ()
 
 
@@ -41,6 +44,22 @@ ARCHITECTURES = {
         defaults=(
             ("num_key_value_heads", 32), ("sliding_window", 4096), ("max_position_embeddings", 32768),
             ("head_dim", 128),
+        ),
+    ),
+    "MixtralForCausalLM": Architecture(
+        False, False, False, window="all", experts=("block_sparse_moe", "w1", "w3", "w2"),
+        defaults=(
+            ("num_key_value_heads", 8), ("max_position_embeddings", 131072), ("rms_norm_eps", 1e-5),
+            ("rope_theta", 1e6), ("num_local_experts", 8), ("num_experts_per_tok", 2),
+        ),
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "attention_bias", "attention_bias", False, qk_norm=True, window="if_used",
+        experts=("mlp", "gate_proj", "up_proj", "down_proj"), expert_intermediate="moe_intermediate_size",
+        norm_topk="norm_topk_prob",
+        defaults=(
+            ("num_key_value_heads", 4), ("sliding_window", 4096), ("max_position_embeddings", 32768),
+            ("moe_intermediate_size", 768), ("num_local_experts", 128), ("num_experts_per_tok", 8),
         ),
     ),
 }  # fmt: skip
@@ -73,7 +92,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One decoder, as numbers. `windows[i]` is how many positions back (itself included) layer i sees; None is all."""
+    """One decoder, as numbers. `windows[i]` is how many positions back (itself included) layer i sees; None is all.
+
+    In the layers that `sparse` lists, a router sends each token to `experts_per_token` of `experts` MLPs.
+    """
 
     architecture: str
     vocab_size: int
@@ -94,6 +116,11 @@ class ModelConfig:
     rope: RopeConfig
     eos_ids: tuple[int, ...]
     bos_id: int | None
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    sparse: frozenset[int] = frozenset()
+    norm_topk: bool = True  # the weights of a token's experts sum to 1
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -105,17 +132,26 @@ class ModelConfig:
 
         Matrices are float32, or with "int8" a byte an element, a scale and a sum a row; the rest is float32.
         """
+        layers = sum(self.layer_bytes(layer, quantization) for layer in range(self.layers))
+        return layers + _matrix_bytes(self.vocab_size, self.hidden, quantization) + 4 * self.hidden
+
+    def layer_bytes(self, layer: int, quantization: str = "none", experts: int | None = None) -> int:
+        """Of one layer, with so many of its experts (None: all). A router is float32."""
+        matrices = self.layer_matrices(layer, self.experts if experts is None else experts)
+        vectors = 2 * self.hidden + 2 * self.head_dim * self.qk_norm + self.hidden * self.out_bias
+        vectors += (self.heads + 2 * self.kv_heads) * self.head_dim * self.qkv_bias
+        if layer in self.sparse:
+            vectors += self.experts * self.hidden
+        else:
+            vectors += (2 * self.intermediate + self.hidden) * self.mlp_bias
+        return sum(_matrix_bytes(*shape, quantization) for shape in matrices) + 4 * vectors
+
+    def layer_matrices(self, layer: int, experts: int) -> list[tuple[int, int]]:
+        """[out, in] of a layer's linear layers without a router, with so many experts where it has them."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        matrices = self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
-        rows = queries + 2 * keys + 2 * self.hidden + 2 * self.intermediate
-        biases = (queries + 2 * keys) * self.qkv_bias + self.hidden * self.out_bias
-        biases += (2 * self.intermediate + self.hidden) * self.mlp_bias
-        norms = 2 * self.hidden + 2 * self.head_dim * self.qk_norm
-        elements = self.layers * matrices + self.hidden * self.vocab_size
-        vectors = 4 * (self.layers * (biases + norms) + self.hidden)
-        if quantization == "int8":
-            return elements + 8 * (self.layers * rows + self.vocab_size) + vectors
-        return 4 * elements + vectors
+        inner, count = (self.expert_intermediate, experts) if layer in self.sparse else (self.intermediate, 1)
+        mlp = [(2 * inner, self.hidden), (self.hidden, inner)]
+        return [(queries + 2 * keys, self.hidden), (self.hidden, queries), *mlp * count]
 
     def exit_layers(self, asked: int | None) -> int:
         """The layers behind which early exit drafts; None: a quarter of all. Raises ModelError."""
@@ -131,6 +167,10 @@ class ModelConfig:
         raw = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         return _parse(raw, read_json(generation) if generation.exists() else {}, str(folder / "config.json"))
+
+
+def _matrix_bytes(rows: int, columns: int, quantization: str) -> int:
+    return rows * (columns + 8) if quantization == "int8" else 4 * rows * columns
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -212,9 +252,32 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> Model
         mlp_bias=keys.flag(rules.mlp_bias),
         qk_norm=rules.qk_norm,
         windows=_windows(keys, rules, layers),
-        rope=_rope(raw, max_context, where),
+        rope=_rope(keys, max_context),
         eos_ids=_token_ids(eos if eos is not None else raw.get("eos_token_id"), "eos_token_id", where),
         bos_id=next(iter(_token_ids(raw.get("bos_token_id"), "bos_token_id", where)), None),
+        **_experts(keys, rules, layers),
+    )
+
+
+def _experts(keys: _Keys, rules: Architecture, layers: int) -> dict[str, Any]:
+    """The fields of a mixture of experts; none for a dense model."""
+    if not rules.experts:
+        return {}
+    name = "num_experts" if "num_experts" in keys.raw else "num_local_experts"  # before transformers 5, and since
+    experts, per_token = keys.integer(name), keys.integer("num_experts_per_tok")
+    if per_token > experts:
+        raise ModelError(f"{keys.where}: num_experts_per_tok must be from 1 to {name} {experts}, not {per_token}")
+    dense = keys.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < layers for layer in dense):
+        raise ModelError(f"{keys.where}: mlp_only_layers must list layers from 0 to {layers - 1}, not {dense!r}")
+    step = keys.integer("decoder_sparse_step", 1)
+    return dict(
+        experts=experts,
+        experts_per_token=per_token,
+        expert_intermediate=keys.integer(rules.expert_intermediate),
+        sparse=frozenset(layer for layer in range(step - 1, layers, step) if layer not in dense),
+        norm_topk=keys.flag(rules.norm_topk),
     )
 
 
@@ -238,10 +301,10 @@ def _refuse_unsupported(raw: dict[str, Any], keys: _Keys, where: str) -> None:
 def _windows(keys: _Keys, rules: Architecture, layers: int) -> tuple[int | None, ...]:
     if rules.window == "none" or keys.get("sliding_window") is None:
         return (None,) * layers
-    if rules.window == "layers" and not keys.flag("use_sliding_window"):
+    if rules.window in ("layers", "if_used") and not keys.flag("use_sliding_window"):
         return (None,) * layers
     window = keys.integer("sliding_window")
-    if rules.window == "all":
+    if rules.window != "layers":
         return (window,) * layers
     kinds = keys.get("layer_types")
     if kinds is None:
@@ -253,7 +316,8 @@ def _windows(keys: _Keys, rules: Architecture, layers: int) -> tuple[int | None,
     return tuple(known[kind] for kind in kinds)
 
 
-def _rope(raw: dict[str, Any], max_context: int, where: str) -> RopeConfig:
+def _rope(config: _Keys, max_context: int) -> RopeConfig:
+    raw, where = config.raw, config.where
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise ModelError(f"{where}: rope_scaling must be an object, not {given!r}")
@@ -273,7 +337,7 @@ def _rope(raw: dict[str, Any], max_context: int, where: str) -> RopeConfig:
         for key in ("attention_factor", "mscale", "mscale_all_dim")
     }
     return RopeConfig(
-        theta=keys.number("rope_theta", _Keys(raw, {}, where).number("rope_theta", 10000.0)),
+        theta=keys.number("rope_theta", config.number("rope_theta", 10000.0)),
         kind=kind,
         factor=max_context / original if factor is None else keys.number("factor", 1.0),
         original_context=original,

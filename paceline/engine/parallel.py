@@ -68,6 +68,7 @@ class Part:
     heads: range
     kv_heads: range
     inner: range  # of the MLP
+    experts: range  # or of those, all of each
     vocabulary: range  # rows of the head; empty in all stages but the last
 
     def weight_bytes(self, quantization: str) -> int:
@@ -91,6 +92,7 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
     unit = UNIT if config.intermediate >= UNIT * ranks else 1
     inner = [config.intermediate * n // ranks // unit * unit for n in range(ranks)]
     begin, end = list(pairwise([*inner, config.intermediate]))[rank]
+    experts = range(config.experts * rank // ranks, config.experts * (rank + 1) // ranks)
     own_kv = kv_heads // ranks or 1
     first_kv = rank * kv_heads // ranks
     own = replace(
@@ -100,6 +102,8 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
         heads=heads // ranks,
         kv_heads=own_kv,
         intermediate=end - begin,
+        experts=len(experts),
+        sparse=frozenset(layer - layers.start for layer in config.sparse if layer in layers),
     )
     return Part(
         place,
@@ -108,20 +112,25 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
         range(rank * heads // ranks, (rank + 1) * heads // ranks),
         range(first_kv, first_kv + own_kv),
         range(begin, end),
+        experts,
         range(vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks) if place.last else range(0),
     )
 
 
 def stage_layers(config: ModelConfig, stages: int, quantization: str = "none") -> list[range]:
-    """Layers of each stage, by the bytes that a step reads of them: the head counts, the embedding costs nothing.
+    """Layers of each stage, by the bytes that one token reads of them: the head counts, the embedding costs nothing.
 
     The last stage may have the head alone.
     """
-    head = replace(config, layers=0).weight_bytes(quantization)
-    block = (config.weight_bytes(quantization) - head) / config.layers
-    ends = cut([0.0, *[block] * config.layers, float(head)], stages)
+    ends = cut(costs(config, quantization), stages)
     bounds = [0, *(min(end - 1, config.layers) for end in ends)]
     return [range(*pair) for pair in pairwise(bounds)]
+
+
+def costs(config: ModelConfig, quantization: str) -> list[float]:
+    """Of embedding, layers and head, in bytes that one token reads."""
+    layers = (config.layer_bytes(layer, quantization, config.experts_per_token) for layer in range(config.layers))
+    return [0.0, *map(float, layers), float(replace(config, layers=0).weight_bytes(quantization))]
 
 
 class Peers:

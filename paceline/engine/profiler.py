@@ -77,18 +77,22 @@ def profile(
 
 
 def roofline(runner: ModelRunner, quantization: str) -> Roofline:
-    """The model's sizes over what the machine gives now."""
-    config = runner.decoder.config
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = config.hidden * (2 * queries + 2 * keys + 3 * config.intermediate)
+    """The model's sizes over what the machine gives now. A token computes in its own experts only."""
+    config, weights, expert_bytes = runner.decoder.config, 0, 0
+    for layer in range(config.layers):
+        weights += sum(rows * columns for rows, columns in config.layer_matrices(layer, config.experts_per_token))
+        weights += config.hidden * config.experts * (layer in config.sparse)  # the router's
+        expert_bytes += config.layer_bytes(layer, quantization) - config.layer_bytes(layer, quantization, experts=0)
     return Roofline(
         weight_bytes=runner.info.weight_bytes,
-        token_flop=2 * config.layers * layer,
+        token_flop=2 * weights,
         emit_flop=2 * config.hidden * config.vocab_size,
-        pair_flop=4 * config.layers * queries,
+        pair_flop=4 * config.layers * config.heads * config.head_dim,
         kv_bytes=config.kv_bytes_per_token,
         bandwidth=machine.bandwidth(),
         peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(),
+        expert_bytes=expert_bytes,
+        expert_share=config.experts_per_token / config.experts if config.sparse else 1.0,
     )
 
 

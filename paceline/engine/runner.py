@@ -6,7 +6,6 @@ several workers all take the same steps, worker 0 drafts, and one samples (`para
 they would not understand each other, ends the worker.
 """
 
-import ctypes
 import sys
 from array import array
 from collections.abc import Sequence as Seq
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
-from paceline.engine import attention, sampler
+from paceline.engine import attention, experts, pages, sampler
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.draft_models import DecoderModel, DraftModel
@@ -154,7 +153,7 @@ class ModelRunner:
                 load_decoder(checkpoint, one, device=device, kind=kind, progress=some, part=part, peers=with_peers)
             )
             read += checkpoint.total_bytes
-        _trim_heap()
+        pages.trim_heap()
         caches = [KVCache(part.config, num_blocks, block_size, device) for part in parts]
         plan = MemoryPlan(baseline, weights, sum(cache.nbytes for cache in caches), activations)
         fits = min(context, num_blocks * block_size)
@@ -455,21 +454,15 @@ def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     if "tiled" in best_kind("cpu"):
         row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
-        widest = max(config.hidden, config.intermediate, queries)
+        widest = max(config.hidden, config.intermediate, config.expert_intermediate, queries)
         inside = min(max_batch_tokens, kernels.BLOCK) * (4 * config.intermediate + kernels.LINE)
         space = inside + kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
     else:
         row, space = 3 * config.hidden + max(3 * queries + 2 * keys, 3 * config.intermediate), 0
+    row = max(row, experts.row_floats(config) if config.sparse else 0)
     logits = 2 * LOGIT_ROWS * config.vocab_size
     working = attention.working_bytes(config, max_batch_tokens, context)
     return 4 * (row * max_batch_tokens + logits) + space + working + KEPT
-
-
-def _trim_heap() -> None:
-    """Returns what loading left in the C library's heap (110 to 190 MiB measured) where that library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _warm_up(config: ModelConfig, block_size: int, device: str) -> None:

@@ -9,17 +9,24 @@ from paceline.core.batch import StepShape
 class Roofline:
     """A model's sizes and a machine's rates (Williams et al., 2009). Bytes, operations, and both a second."""
 
-    weight_bytes: int  # read once a step, the head included
-    token_flop: int  # of all layers, for one token: two a weight
+    weight_bytes: int  # read once a step, the head included; of experts only those that are chosen
+    token_flop: int  # of all layers, for one token: two a weight it meets
     emit_flop: int  # of the head, for one row
     pair_flop: int  # of attention, for one query-key pair: four a head's element, in all layers
     kv_bytes: int  # of a token, key and value in all layers
     bandwidth: float
     peak: float
+    expert_bytes: int = 0  # of weight_bytes, what lies in experts
+    expert_share: float = 1.0  # of a layer's experts, those that a token is sent to
 
     def bytes(self, shape: StepShape) -> int:
-        """Weights once, the keys and values of all contexts once, those of the new tokens written."""
-        return self.weight_bytes + self.kv_bytes * (shape.decode_context + shape.chunk_context + shape.tokens)
+        """Weights once, the keys and values of all contexts once, those of the new tokens written.
+
+        Of experts those that are to be expected where every token chooses by itself and all are equally likely. Tokens
+        that agree on theirs need fewer: then this is above the floor.
+        """
+        weights = self.weight_bytes - int(self.expert_bytes * (1.0 - self.expert_share) ** shape.tokens)
+        return weights + self.kv_bytes * (shape.decode_context + shape.chunk_context + shape.tokens)
 
     def flop(self, shape: StepShape) -> int:
         pairs = shape.decode_context + shape.decodes + shape.chunk_pairs

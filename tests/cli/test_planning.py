@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import load_placement, planned, traffic
+from paceline.cli.planning import _from_config, load_placement, planned, traffic
+from paceline.core.cluster import Parallel
+from paceline.engine.config import ModelConfig
+from tests.engine import checkpoints
 
 GIB = 2**30
 SHAPES = [(1, 1), (2, 1), (1, 2)]
@@ -211,3 +214,17 @@ def test_models_with_steps_are_planned_by_simulating_them(folder):
 
 def test_profile_sources_are_not_served(folder):
     assert "can be planned, not served" in paceline(folder, "serve", "fleet.yaml", code=2)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_stages_hold_all_experts_and_compute_some(tmp_path, quantization):
+    checkpoints.save("qwen3-moe-every-other", tmp_path)
+    config = ModelConfig.load(tmp_path)
+    entry = fleet_file.Entry(name="a", source=str(tmp_path), quantization=quantization)
+    shapes = _from_config(entry, tmp_path).shapes
+    head = config.vocab_size * config.hidden * (1 if quantization == "int8" else 4)
+    dense, sparse, after = (config.layer_bytes(layer, quantization) for layer in range(3))
+    assert shapes[Parallel()].stage_weight_bytes == (2 * head + dense + sparse + after,)
+    (seconds,) = shapes[Parallel()].stage_latency[1]
+    idle = config.layer_bytes(1, quantization, 2) - config.layer_bytes(1, quantization, 0)  # 4 of 6 work
+    assert dense == after and seconds == head + 2 * dense + sparse - idle

@@ -4,7 +4,16 @@ import functools
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SIZE = dict(
     vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
@@ -35,6 +44,24 @@ FAMILIES = {
         Qwen3Config,
         dict(head_dim=16, use_sliding_window=True, sliding_window=17,
              layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+    ),
+    "mixtral": (MixtralConfig, dict(num_local_experts=5, num_experts_per_tok=2)),
+    "mixtral-window": (
+        MixtralConfig, dict(num_local_experts=4, num_experts_per_tok=1, sliding_window=21, head_dim=16)
+    ),
+    "qwen3-moe": (
+        Qwen3MoeConfig,
+        dict(head_dim=16, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=True,
+             mlp_only_layers=[1], tie_word_embeddings=True),
+    ),
+    "qwen3-moe-window": (
+        Qwen3MoeConfig,
+        dict(head_dim=16, num_experts=40, num_experts_per_tok=20, moe_intermediate_size=16, attention_bias=True,
+             use_sliding_window=True, sliding_window=17),
+    ),
+    "qwen3-moe-every-other": (
+        Qwen3MoeConfig,
+        dict(num_experts=6, num_experts_per_tok=4, moe_intermediate_size=24, decoder_sparse_step=2),
     ),
 }  # fmt: skip
 

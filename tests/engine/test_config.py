@@ -73,11 +73,39 @@ def test_qwen3_defaults(tmp_path: Path) -> None:
     assert config.qk_norm and config.head_dim == 128
 
 
+MIXTRAL = dict(architectures=["MixtralForCausalLM"], num_key_value_heads=2, rms_norm_eps=1e-5)
+QWEN3_MOE = dict(architectures=["Qwen3MoeForCausalLM"], num_key_value_heads=2, num_experts=6, num_experts_per_tok=2)
+
+
+def test_defaults_of_mixtral(tmp_path: Path) -> None:
+    config = load(tmp_path, **MIXTRAL)
+    assert (config.experts, config.experts_per_token, config.expert_intermediate) == (8, 2, 64)
+    assert config.norm_topk and config.sparse == {0, 1} and config.windows == (None, None)
+    assert config.rope.theta == 1e6
+
+
+def test_keys_of_qwen3_moe(tmp_path: Path) -> None:
+    config = load(tmp_path, **QWEN3_MOE)
+    assert (config.experts, config.experts_per_token, config.expert_intermediate) == (6, 2, 768)
+    assert not config.norm_topk and config.sparse == {0, 1} and config.qk_norm and config.head_dim == 8
+    assert config.windows == (None, None) and config.rope.theta == 10000.0
+    assert load(tmp_path, **QWEN3_MOE, use_sliding_window=True, sliding_window=5).windows == (5, 5)
+    new = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"}
+    assert load(tmp_path, **new, num_local_experts=6) == config
+    assert load(tmp_path, **QWEN3_MOE, mlp_only_layers=[0], norm_topk_prob=True).sparse == {1}
+    assert load(tmp_path, **QWEN3_MOE, mlp_only_layers=[1], decoder_sparse_step=2).sparse == set()
+
+
+def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    config = load(tmp_path, num_experts=8, num_experts_per_tok=2)
+    assert not config.sparse and config.experts == 0
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(architectures=["GPT2LMHeadModel"]),
-         "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+         "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, MistralForCausalLM, MixtralForC"),
         (dict(architectures=None, model_type="bert"), r"none \(model_type bert\) is not supported"),
         (dict(hidden_act="gelu"), "hidden_act must be silu"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
@@ -90,6 +118,15 @@ def test_qwen3_defaults(tmp_path: Path) -> None:
         (dict(tie_word_embeddings="yes"), "tie_word_embeddings must be true or false"),
         (dict(eos_token_id="</s>"), "eos_token_id must be a token id"),
         (dict(rms_norm_eps=0), "rms_norm_eps must be a positive number"),
+        (QWEN3_MOE | dict(num_experts_per_tok=7), "num_experts_per_tok must be from 1 to num_experts 6, not 7"),
+        (MIXTRAL | dict(num_experts_per_tok=9), "num_experts_per_tok must be from 1 to num_local_experts 8, not 9"),
+        (QWEN3_MOE | dict(num_experts_per_tok=0), "num_experts_per_tok must be a whole number of at least 1, not 0"),
+        (QWEN3_MOE | dict(num_experts="six"), "num_experts must be a whole number of at least 1, not 'six'"),
+        (QWEN3_MOE | dict(moe_intermediate_size=0), "moe_intermediate_size must be a whole number of at least 1"),
+        (QWEN3_MOE | dict(mlp_only_layers=[2]), r"mlp_only_layers must list layers from 0 to 1, not \[2\]"),
+        (QWEN3_MOE | dict(mlp_only_layers=1), "mlp_only_layers must list layers from 0 to 1, not 1"),
+        (QWEN3_MOE | dict(decoder_sparse_step=0), "decoder_sparse_step must be a whole number of at least 1, not 0"),
+        (QWEN3_MOE | dict(norm_topk_prob=1), "norm_topk_prob must be true or false, not 1"),
     ],
 )  # fmt: skip
 def test_refusals_name_the_file_and_the_key(changes: dict, message: str, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_greedy_tokens_equal_transformers_over_128(family: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["one-file", "shards"])
-@pytest.mark.parametrize("family", ["llama2", "qwen2"])
+@pytest.mark.parametrize("family", ["llama2", "qwen2", "mixtral"])
 def test_half_precision_and_sharded_files(family: str, dtype: torch.dtype, shard: str, tmp_path: Path) -> None:
     model = checkpoints.save(family, tmp_path, dtype, shard)
     assert len(list(tmp_path.glob("*.safetensors"))) == 1 or shard == "20KB"
@@ -104,8 +104,9 @@ def test_half_precision_and_sharded_files(family: str, dtype: torch.dtype, shard
 
 
 @pytest.mark.parametrize("kind", FLOAT_KINDS)
-def test_a_model_of_every_kind_of_linear_layer(kind: str, tmp_path: Path) -> None:
-    model = checkpoints.save("qwen3-bias", tmp_path)
+@pytest.mark.parametrize("family", ["qwen3-bias", "qwen3-moe"])
+def test_a_model_of_every_kind_of_linear_layer(family: str, kind: str, tmp_path: Path) -> None:
+    model = checkpoints.save(family, tmp_path)
     tokens = prompt(33)
     close(Paged(load(tmp_path, kind=kind)).step([(0, 0, tokens)])[0], checkpoints.reference_logits(model, tokens))
 

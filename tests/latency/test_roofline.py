@@ -12,3 +12,12 @@ def test_bytes_and_operations_of_a_hybrid_step():
     assert floor.bytes(shape) == 1000 + 8 * (9 + 4 + 4)
     assert floor.flop(shape) == 4 * 500 + 70 + 3 * (10 + 18)
     assert floor.seconds(shape) == (floor.bytes(shape) / 100, floor.flop(shape) / 50)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    floor = Roofline(
+        weight_bytes=1000, token_flop=1, emit_flop=1, pair_flop=1, kv_bytes=0, bandwidth=1.0, peak=1.0,
+        expert_bytes=800, expert_share=0.25,
+    )  # fmt: skip
+    read = [floor.bytes(StepShape().add(0, tokens, True)) for tokens in (1, 2, 1000)]
+    assert read == [200 + 200, 200 + 350, 1000]
