@@ -39,10 +39,10 @@ def main(arguments: list[str]) -> int:
     options = msgspec.json.decode(arguments[0], type=WorkerOptions)
 
     def load(progress: Callable[[int, int], None]) -> Engine:
-        from paceline.engine.runner import ModelRunner  # torch takes a second: heartbeats go by then
+        from paceline.engine.load import load_engine  # torch takes a second: heartbeats go by then
 
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name != "path"}
-        return ModelRunner.load(Path(options.path), progress=progress, **fields)
+        return load_engine(Path(options.path), progress=progress, **fields)
 
     return serve(int(arguments[1]), load)
 

@@ -8,6 +8,7 @@ The rows of one head in one block lie together: attention reads them as one stre
 Which blocks a sequence holds is the driver's business (`batching/blocks`); here are only tensors.
 """
 
+import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,6 +93,13 @@ class MemoryPlan:
 def resident_bytes() -> int:
     """What this process holds now."""
     return _proc("/proc/self/status", "VmRSS")
+
+
+def trim_heap() -> None:
+    """Returns what loading left in the C library's heap where that library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def available_bytes(device: str = "cpu") -> int:

@@ -39,6 +39,7 @@ class WorkerConfig:
     predict: Callable[[StepShape], float] | None = None  # seconds of a step
     max_draft_tokens: int = 0  # of a sequence in a step; 0: nobody drafts
     lookahead: Callable[[], Lookahead] | None = None  # chooses how many
+    one_shot: bool = False  # an encoder: whole prompts only, no prefix of them is kept, and no place for an answer
 
 
 @dataclass(slots=True)
