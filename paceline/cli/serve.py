@@ -165,7 +165,7 @@ def check_goals(name: str, one_shot: bool, goals: SLO, drafter: str) -> None:
     if goals.tbt is not None and one_shot:
         raise ValueError(f"slo.tbt, tbt-goal: {name!r} is an encoder, which gives no tokens: it has ttft and deadline")
     if drafter != "none" and one_shot:
-        raise ValueError(f"speculation.drafter: {name!r} is an encoder, which has no tokens to draft: only none is valid")
+        raise ValueError(f"speculation.drafter: {name!r} is an encoder, which drafts nothing: only none is valid")
 
 
 def paced(model: Model, maximum: int, fixed: bool, threads: int | None, options: list[str]) -> Model:
