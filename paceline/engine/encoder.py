@@ -6,6 +6,7 @@ per text, over all of its tokens. There is no KV: a text is one slice, and its e
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from time import perf_counter
 
@@ -80,10 +81,12 @@ class Encoder:
 
     def _attend(self, qkv: Tensor, lengths: list[int]) -> Tensor:
         """Queries, keys and values [tokens, 3 hidden] to what each token sees of its own text [tokens, hidden]."""
-        mixed = []
-        for part in qkv.split(lengths):
-            heads = part.view(1, -1, 3, self.config.heads, self.config.head_dim).permute(2, 0, 3, 1, 4)
-            mixed.append(F.scaled_dot_product_attention(*heads)[0].transpose(0, 1).flatten(1))
+        config, mixed, begin = self.config, [], 0
+        for length, some in groupby(lengths):  # neighbours of one length go together: calls cost more than short texts
+            end = begin + length * len(list(some))
+            heads = qkv[begin:end].view(-1, length, 3, config.heads, config.head_dim).permute(2, 0, 3, 1, 4)
+            mixed.append(F.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(-1, config.hidden))
+            begin = end
         return torch.cat(mixed)
 
     def _pool(self, states: Tensor) -> Tensor:
@@ -231,6 +234,7 @@ class EncoderRunner:
         self.texts |= {sequence.id: sequence.tokens for sequence in new}
         outputs = {work.id: SliceOutput([], error=self._fault(work)) for work in slices}
         valid = [work.id for work in slices if not outputs[work.id].error]
+        valid.sort(key=lambda name: len(self.texts[name]))
         for some in in_parts(valid, self.max_tokens, lambda name: len(self.texts[name])):
             outputs |= zip(some, self._run([self.texts[name] for name in some]), strict=True)
         return [outputs[work.id] for work in slices], perf_counter() - started, 0.0
