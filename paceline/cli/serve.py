@@ -298,7 +298,8 @@ def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: st
         else:
             table.add_row(status.name, "failed")
     console.print(table)
-    console.print(f"policy {config.policy}, at most {config.max_batch} sequences a step")
+    whole = " (whole prompts for encoders)" if any(model.encoder for model in models) else ""
+    console.print(f"policy {config.policy}{whole}, at most {config.max_batch} sequences a step")
     console.print(f"ready in {seconds:.1f} s at [bold]{url}/v1[/bold]  (Ctrl-C drains and ends)", highlight=False)
 
 

@@ -112,9 +112,8 @@ class _Loader:
 
     def norm(self, name: str) -> LayerNorm:
         old = f"{self.prefix}{name}.gamma" in self.checkpoint.entries  # names of the first, TensorFlow checkpoints
-        weight, bias = (self.read(f"{name}.{part}", self.config.hidden) for part in (
-            ("gamma", "beta") if old else ("weight", "bias")
-        ))  # fmt: skip
+        parts = ("gamma", "beta") if old else ("weight", "bias")
+        weight, bias = (self.read(f"{name}.{part}", self.config.hidden) for part in parts)
         return LayerNorm(weight, bias, self.config.norm_eps)
 
     def linear(self, names: list[str], rows: int, columns: int) -> Linear:

@@ -105,14 +105,14 @@ def _modules(folder: Path, hidden: int) -> tuple[str, bool]:
         return "mean", False
     listed = read_json(file, list)
     try:
-        kinds = [(module["type"].rsplit(".", 1)[-1], module["path"]) for module in listed]
+        kinds = [(module["type"].rsplit(".", 1)[-1], Path(module["path"])) for module in listed]
     except (TypeError, KeyError, AttributeError):
         raise ModelError(f"{file}: every module needs type and path") from None
     names = [kind for kind, _ in kinds]
     if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ModelError(f"{file}: modules must be Transformer, Pooling and perhaps Normalize, not {', '.join(names)}")
-    if kinds[0][1]:
-        raise ModelError(f"{file}: the path of the Transformer must be empty, not {kinds[0][1]!r}")
+    if kinds[0][1] != Path():
+        raise ModelError(f"{file}: the path of the Transformer must be empty, not {str(kinds[0][1])!r}")
     return _pooling(folder / kinds[1][1] / "config.json", hidden), names[-1] == "Normalize"
 
 

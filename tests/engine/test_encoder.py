@@ -210,7 +210,18 @@ def test_what_is_not_supported_is_named(file: str, changes: dict, message: str, 
         EncoderRunner.load(tmp_path, **OPTIONS)
 
 
-@pytest.mark.parametrize("listed", [["Pooling"], ["Transformer", "Pooling", "Dense"], "Transformer", [["x"]]])
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "encoder.layer.1.output.dense.bias"
+    save_file(tensors | {name: tensors[name].long()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"tensor {name} has dtype I64; supported are F32, BF16, F16"):
+        EncoderRunner.load(tmp_path, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "listed", [["Pooling"], ["Transformer", "Pooling", "Dense"], "Transformer", [["x"]], [{"type": "x", "path": 3}]]
+)
 def test_other_modules_are_refused(listed: Any, tmp_path: Path) -> None:
     save(tmp_path)
     named = [{"type": f"a.b.{name}", "path": ""} if isinstance(name, str) else name for name in listed]
