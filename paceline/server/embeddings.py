@@ -95,9 +95,8 @@ class Embeddings:
             raise self._error
 
     def disconnect(self) -> None:
-        """The client has left."""
+        """The client has left: nothing is waited for any more, so what still runs is cancelled."""
         self.disconnected = True
-        self.cancel()
         self._event.set()
 
     def cancel(self) -> None:
