@@ -154,7 +154,6 @@ class Api:
         model, caller = self.find(body.model), _caller(request)
         inputs = await embedding_inputs(model, body)
         embeddings = Embeddings(self.fleet, model.name, inputs, caller, self.metrics)
-        embeddings.start()
         self.generations.add(embeddings)
         try:
             return await collect_embeddings(embeddings, body.encoding_format, request.receive)

@@ -17,6 +17,7 @@ from paceline.server.prepare import Caller
 from paceline.server.streaming import watched
 
 ONE_STEP = SamplingParams(max_tokens=1)
+TURN = 64  # inputs submitted before others have their turn: about 10 ms
 
 
 class Embedding(msgspec.Struct):
@@ -71,7 +72,7 @@ class Embeddings:
         self._event = asyncio.Event()  # nothing is left to wait for
         self._error: ApiError | None = None
 
-    def start(self) -> None:
+    async def start(self) -> None:
         """Submits all inputs: with the first the request is accepted, and a full queue refuses none of the others.
 
         Raises `ApiError`.
@@ -79,13 +80,15 @@ class Embeddings:
         options = {"namespace": self._caller.namespace, "slo": self._caller.slo}
         try:
             for n, one in enumerate(self.inputs):
+                if n % TURN == TURN - 1:
+                    await asyncio.sleep(0)
+                if self._event.is_set():  # one has failed, or the client has left
+                    return
                 one.id = self._fleet.submit(self.model, one.tokens, ONE_STEP, one, admitted=n > 0, **options)
                 self._metrics.admitted(one.id, self.model, len(one.tokens), generates=False)
         except Rejected as error:
-            self.cancel()
             raise from_rejection(error) from None
         except KeyError:
-            self.cancel()
             raise model_not_found(self.model, [status.name for status in self._fleet.status()]) from None
 
     async def done(self) -> None:
@@ -125,8 +128,9 @@ class Embeddings:
 
 
 async def collect_embeddings(embeddings: Embeddings, encoding: str, receive: Receive) -> Response:
-    """The whole answer, numbers in `encoding`: "float" or "base64". Raises `ApiError` when the engine failed."""
+    """Submits, and gives the whole answer, numbers in `encoding`: "float" or "base64". Raises `ApiError`."""
     async with watched(embeddings, receive):
+        await embeddings.start()
         await embeddings.done()
     if embeddings.disconnected:
         return Response(status_code=499)

@@ -168,6 +168,19 @@ async def test_a_full_queue_refuses_the_request_but_not_the_rest_of_one_that_it_
     assert len((await taken)["data"]) == 3
 
 
+async def test_others_have_their_turn_while_many_are_submitted(server: Server) -> None:
+    server.fleet.paused = True
+    client = Client(server, PATH, {"model": "mini", "input": ["cat"] * 2048})
+    seen = set()
+    while len(server.fleet.running) < 500:
+        await asyncio.sleep(0)
+        seen.add(len(server.fleet.running))
+    assert len(seen) >= 8
+    client.gone.set()  # in the middle of it
+    await asyncio.wait_for(client.task, 5)
+    assert 500 <= len(server.fleet.submitted) < 2048 and not server.fleet.running
+
+
 async def test_goals_and_drains_are_as_for_other_routes(server: Server) -> None:
     goal = {"x-slo-ttft-ms": "250"}
     assert (await server.client.post(PATH, json={"model": "mini", "input": "cat"}, headers=goal)).status_code == 200
