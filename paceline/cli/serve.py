@@ -27,6 +27,7 @@ from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import Parallel
 from paceline.core.request import NO_SLO, SLO
 from paceline.engine.config import ModelConfig
+from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.tokenizer import Tokenizer
 from paceline.latency.profile import Profile
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
@@ -52,6 +53,7 @@ class Model:
     budget: GoalBudget | None = None  # None: as wide as the token budget, always
     drafting: Drafting = Drafting()
     draft_profile: Profile | None = None
+    encoder: EncoderConfig | None = None  # None: it generates
 
 
 def serve(
@@ -142,11 +144,11 @@ def find_models(
     for index, entry in enumerate(entries):
         if entry.source.startswith("profile:"):
             raise ValueError(f"source: {entry.source!r} is known by its profile only; it can be planned, not served")
-        if entry.slo.deadline is not None:
-            raise ValueError(f"slo.deadline: {entry.name!r}: is for one-shot models, which can be planned, not served")
         path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
-        goals = SLO(ttft=entry.slo.ttft, tbt=entry.slo.tbt)
-        model = Model(name, path, Tokenizer.load(path), entry.quantization, goals)
+        goals = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
+        encoder = EncoderConfig.load(path) if is_encoder(path) else None
+        check_goals(name, encoder is not None, goals, entry.speculation.drafter)
+        model = Model(name, path, Tokenizer.load(path), entry.quantization, goals, encoder=encoder)
         model = replace(model, drafting=Drafting.of(entry.speculation))
         if model.drafting.drafter.kind == "early_exit":
             ModelConfig.load(path).exit_layers(model.drafting.early_exit_layers)  # refused before anything is measured
@@ -155,6 +157,16 @@ def find_models(
     if twice:
         raise ValueError(f"served-model-name: two models are called {twice[0]!r}; name them apart")
     return models
+
+
+def check_goals(name: str, one_shot: bool, goals: SLO, drafter: str) -> None:
+    """Raises ValueError for what a fleet file asks of a model and models of its kind do not do."""
+    if goals.deadline is not None and not one_shot:
+        raise ValueError(f"slo.deadline: {name!r} generates: it has ttft and tbt; a deadline is for encoders")
+    if goals.tbt is not None and one_shot:
+        raise ValueError(f"slo.tbt, tbt-goal: {name!r} is an encoder, which gives no tokens: it has ttft and deadline")
+    if drafter != "none" and one_shot:
+        raise ValueError(f"speculation.drafter: {name!r} is an encoder, which drafts nothing: only none is valid")
 
 
 def paced(model: Model, maximum: int, fixed: bool, threads: int | None, options: list[str]) -> Model:
@@ -220,6 +232,7 @@ def group_model(model: Model) -> GroupModel:
             if drafting.chooses and model.profile
             else None
         ),
+        one_shot=model.encoder is not None,
     )
 
 
@@ -261,7 +274,8 @@ def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedMod
     served = {}
     for model, status in zip(models, fleet.status(), strict=True):
         context, vocabulary = (status.info.context, status.info.vocab_size) if status.info else (0, None)
-        served[model.name] = ServedModel(model.name, model.tokenizer, context, int(time.time()), vocabulary)
+        size = model.encoder.hidden if model.encoder else None
+        served[model.name] = ServedModel(model.name, model.tokenizer, context, int(time.time()), vocabulary, size)
     return served
 
 
@@ -299,7 +313,8 @@ def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: st
         else:
             table.add_row(status.name, "failed")
     console.print(table)
-    console.print(f"policy {config.policy}, at most {config.max_batch} sequences a step")
+    whole = " (whole prompts for encoders)" if any(model.encoder for model in models) else ""
+    console.print(f"policy {config.policy}{whole}, at most {config.max_batch} sequences a step")
     console.print(f"ready in {seconds:.1f} s at [bold]{url}/v1[/bold]  (Ctrl-C drains and ends)", highlight=False)
 
 

@@ -63,13 +63,13 @@ def loads(group: GroupOptions) -> list[Load]:
 
     def load(options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
         nonlocal peers
-        from paceline.engine.parallel import Peers, Place  # torch takes a second: heartbeats go by then
-        from paceline.engine.runner import ModelRunner
+        from paceline.engine.load import load_engine  # torch takes a second: heartbeats go by then
+        from paceline.engine.parallel import Peers, Place
 
         if group.meeting and peers is None:
             peers = Peers(Place(group.parallel, group.number), group.meeting, options.device)
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name != "path"}
-        return ModelRunner.load(Path(options.path), progress=progress, peers=peers, **fields)
+        return load_engine(Path(options.path), progress=progress, peers=peers, **fields)
 
     return [partial(load, options) for options in group.models]
 

@@ -58,6 +58,7 @@ class SliceOutput(NamedTuple):
     error: str = ""  # this sequence failed; the others of the step did not
     num_draft: int = 0  # tokens drafted
     num_accepted: int = 0  # of those, emitted
+    embedding: bytes = b""  # float32, little endian; an encoder's, whose one token stands for it
 
 
 @dataclass(frozen=True, slots=True)

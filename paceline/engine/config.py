@@ -64,6 +64,8 @@ ARCHITECTURES = {
     ),
 }  # fmt: skip
 
+ENCODERS = ("BertForMaskedLM", "BertModel")  # `encoder_config` reads these
+
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -173,16 +175,17 @@ def _matrix_bytes(rows: int, columns: int, quantization: str) -> int:
     return rows * (columns + 8) if quantization == "int8" else 4 * rows * columns
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelError, naming the file."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """A JSON object (or with `kind` a list) from a file. Raises ModelError, naming the file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object, not {type(value).__name__}")
+    if not isinstance(value, kind):
+        names = {dict: "object", list: "list"}
+        raise ModelError(f"{path}: must hold a JSON {names[kind]}, not {type(value).__name__}")
     return value
 
 
@@ -287,7 +290,7 @@ def _architecture(raw: dict[str, Any], where: str) -> tuple[str, Architecture]:
         if name in ARCHITECTURES:
             return name, ARCHITECTURES[name]
     found = ", ".join(map(str, listed)) or f"none (model_type {raw.get('model_type', 'missing')})"
-    supported = ", ".join(sorted(ARCHITECTURES))
+    supported = f"{', '.join(sorted(ARCHITECTURES))}; for embeddings {', '.join(ENCODERS)}"
     raise ModelError(f"{where}: architectures: {found} is not supported; supported are {supported}")
 
 

@@ -21,7 +21,7 @@ from paceline.engine.config import ARCHITECTURES, ModelConfig
 from paceline.engine.experts import Experts
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.linear import Linear, Norm, TiledLinear, best_kind, kernels, make_linear
-from paceline.engine.parallel import Part, Peers, part_of
+from paceline.engine.parallel import Part, Peers, part_of, times
 from paceline.engine.rope import frequencies, interleave, rotations
 from paceline.engine.weights import Checkpoint
 
@@ -232,7 +232,7 @@ class _Loader:
         config, part, name = self.config, self.part, f"model.layers.{index}"
         attention, mlp, size = f"{name}.self_attn", f"{name}.mlp", config.head_dim
         queries, keys = config.heads * size, config.kv_heads * size
-        own, own_keys = _times(part.heads, size), _times(part.kv_heads, size)
+        own, own_keys = times(part.heads, size), times(part.kv_heads, size)
         qkv = [
             Rows(f"{attention}.q_proj", queries, own, len(part.heads)),
             Rows(f"{attention}.k_proj", keys, own_keys, len(part.kv_heads)),
@@ -266,10 +266,6 @@ class Rows(NamedTuple):
     count: int  # in the checkpoint
     own: range
     pairs: int = 0  # heads among them whose rows are interleaved; 0: none
-
-
-def _times(some: range, size: int) -> range:
-    return range(some.start * size, some.stop * size)
 
 
 def load_decoder(

@@ -88,10 +88,8 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
         )
     if stages > config.layers:
         raise ModelError(f"parallel.pipeline: {stages} stages for {config.layers} layers; at most one a layer")
-    layers = stage_layers(config, stages, quantization)[place.stage]
-    unit = UNIT if config.intermediate >= UNIT * ranks else 1
-    inner = [config.intermediate * n // ranks // unit * unit for n in range(ranks)]
-    begin, end = list(pairwise([*inner, config.intermediate]))[rank]
+    layers = stage_layers(costs(config, quantization), stages)[place.stage]
+    inner = inner_columns(config.intermediate, place)
     experts = range(config.experts * rank // ranks, config.experts * (rank + 1) // ranks)
     own_kv = kv_heads // ranks or 1
     first_kv = rank * kv_heads // ranks
@@ -101,7 +99,7 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
         windows=config.windows[layers.start : layers.stop],
         heads=heads // ranks,
         kv_heads=own_kv,
-        intermediate=end - begin,
+        intermediate=len(inner),
         experts=len(experts),
         sparse=frozenset(layer - layers.start for layer in config.sparse if layer in layers),
     )
@@ -111,20 +109,29 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
         layers,
         range(rank * heads // ranks, (rank + 1) * heads // ranks),
         range(first_kv, first_kv + own_kv),
-        range(begin, end),
+        inner,
         experts,
         range(vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks) if place.last else range(0),
     )
 
 
-def stage_layers(config: ModelConfig, stages: int, quantization: str = "none") -> list[range]:
-    """Layers of each stage, by the bytes that one token reads of them: the head counts, the embedding costs nothing.
-
-    The last stage may have the head alone.
-    """
-    ends = cut(costs(config, quantization), stages)
-    bounds = [0, *(min(end - 1, config.layers) for end in ends)]
+def stage_layers(costs: list[float], stages: int) -> list[range]:
+    """Layers of each stage, by the costs of embedding, layers and head; the last stage may have the head alone."""
+    bounds = [0, *(min(end - 1, len(costs) - 2) for end in cut(costs, stages))]
     return [range(*pair) for pair in pairwise(bounds)]
+
+
+def inner_columns(count: int, place: Place) -> range:
+    """Columns between the two products of an MLP that a rank has."""
+    ranks = place.parallel.tensor
+    unit = UNIT if count >= UNIT * ranks else 1
+    bounds = [*(count * n // ranks // unit * unit for n in range(ranks)), count]
+    return range(bounds[place.rank], bounds[place.rank + 1])
+
+
+def times(some: range, size: int) -> range:
+    """Rows of a matrix, of so many each."""
+    return range(some.start * size, some.stop * size)
 
 
 def costs(config: ModelConfig, quantization: str) -> list[float]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.engine.config import ModelError, read_json
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+UNREAD = {"I64": 8}  # bytes of an element: positions 0, 1, 2, ..., which checkpoints of old encoders carry
 INDEX = "model.safetensors.index.json"
 MAX_HEADER = 100 << 20  # bytes; the format's own limit
 
@@ -57,6 +58,8 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: tensor {name} is missing")
         if entry.shape != shape:
             raise ModelError(f"{entry.file}: tensor {name} has shape {list(entry.shape)}, expected {list(shape)}")
+        if entry.dtype in UNREAD:
+            raise ModelError(f"{entry.file}: tensor {name} has dtype {entry.dtype}; supported are {', '.join(DTYPES)}")
         self.used.add(name)
         return torch.frombuffer(
             self.maps[entry.file], dtype=DTYPES[entry.dtype], count=prod(shape), offset=entry.begin
@@ -168,9 +171,9 @@ def _entry(path: Path, name: str, fields: Any, start: int, size: int) -> Entry:
         valid = False
     if not valid:
         raise ModelError(f"{path}: tensor {name} has a malformed header entry")
-    if dtype not in DTYPES:
+    if dtype not in DTYPES and dtype not in UNREAD:
         raise ModelError(f"{path}: tensor {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
-    if end - begin != prod(shape) * DTYPES[dtype].itemsize:
+    if end - begin != prod(shape) * (UNREAD.get(dtype) or DTYPES[dtype].itemsize):
         raise ModelError(f"{path}: tensor {name}: {end - begin} bytes for shape {list(shape)} of {dtype}")
     if start + end > size:
         raise ModelError(f"{path}: cut off: tensor {name} ends at byte {start + end} of {size}")

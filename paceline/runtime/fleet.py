@@ -133,10 +133,12 @@ class LocalFleet:
             limits = replace(limits, block_size=group.info.block_size, num_blocks=group.info.num_blocks)
         else:  # it failed: there is nothing to schedule
             limits = replace(limits, num_blocks=0)
+        if group.config.one_shot:  # who looks at the whole text takes no chunks; as many texts as the budget has tokens
+            limits = replace(limits, max_num_batched_tokens=self.config.token_budget)
         return GroupConfig(
             (group.config.name,),
             limits,
-            self.config.policy,
+            "prefill_first" if group.config.one_shot else self.config.policy,
             max_waiting=self.config.max_waiting,
             budget=group.config.budget,
             predict=group.config.predict,
@@ -174,7 +176,7 @@ class LocalFleet:
             raise Unavailable(f"model {model!r} is not available: {hosts[0].reason}", retry_after=30)
         group = max(able, key=lambda group: group.info.context)  # type: ignore[union-attr]
         assert group.info
-        if len(tokens) + params.max_tokens > group.info.context:
+        if len(tokens) + (0 if group.config.one_shot else params.max_tokens) > group.info.context:
             raise TooLong(
                 f"{len(tokens)} prompt tokens and max_tokens={params.max_tokens} exceed the {group.info.context} "
                 f"tokens that model {model!r} can hold here"
@@ -187,7 +189,8 @@ class LocalFleet:
         draft = group.config.max_draft_tokens
         if params.max_draft_tokens is not None:
             draft = min(draft, params.max_draft_tokens)
-        request = Request(seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, seq.prefix, draft)
+        prefix = () if group.config.one_shot else seq.prefix
+        request = Request(seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, prefix, draft)
         self.sequences[seq.id] = seq
         self.driver.post(Submit(request, admitted))
         refusal = next((e for e in self.driver.flush() if e.kind == "rejected" and e.request == seq.id), None)

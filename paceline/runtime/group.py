@@ -35,16 +35,17 @@ class ServedModel:
     predict: Callable[[StepShape], float] | None = None  # seconds of a step
     max_draft_tokens: int = 0  # of a sequence in a step; 0: nobody drafts
     lookahead: Callable[[], Lookahead] | None = None  # chooses how many
+    one_shot: bool = False  # an encoder: whole prompts only, no prefix of them is kept, and no place for an answer
 
 
 @dataclass(slots=True)
 class Flight:
-    """A batch at the worker, as one step; after a crash its suspects go one by one, so that the culprit shows."""
+    """A batch at the workers, as one step; after a crash its suspects go one by one, so that the culprit shows."""
 
     batch: Batch
     parts: deque[Part]
     result: StepResult
-    sent: float
+    sent: float = 0.0  # when; 0: not yet
     later: Pushes = field(default_factory=list)
     drafts: list[Drafted] = field(default_factory=list)
     forward_s: float = 0.0
@@ -126,7 +127,7 @@ class ModelGroup:
     def _leave(self) -> set[RunningSequence]:
         """Gives the controller back what was here; returns the sequences that a worker was computing."""
         flights = list(self._flying.values())
-        running = {seq for flight in flights for _, seq in flight.parts[0]}
+        running = {seq for flight in flights if flight.sent for _, seq in flight.parts[0]}
         self._dropped.clear()
         for seq in self.own():
             seq.lose_worker()
@@ -151,8 +152,18 @@ class ModelGroup:
                 innocent.append((index, seq))
         parts = deque([innocent, *suspects] if innocent or not suspects else suspects)
         result = StepResult(bytearray(len(batch.requests)))
-        self._flying[batch.id] = Flight(batch, parts, result, time.perf_counter())
-        self._send(batch, parts[0])
+        self._flying[batch.id] = Flight(batch, parts, result)
+        self._send_next()
+
+    def _send_next(self) -> None:
+        """Sends what may go. Slices of one sequence keep their order, so where batches go in parts, one that shares a
+        sequence with another waits for it."""
+        before: list[Flight] = []
+        for flight in self._flying.values():
+            if not flight.sent and not any(_must_wait(flight, one) for one in before):
+                flight.sent = time.perf_counter()
+                self._send(flight.batch, flight.parts[0])
+            before.append(flight)
 
     def _send(self, batch: Batch, part: Part) -> None:
         new = [seq.introduce(self) for _, seq in part if not seq.worker]
@@ -188,6 +199,7 @@ class ModelGroup:
             del self._flying[flight.batch.id]
             self.driver.post(Complete(self.index, flight.batch.id, flight.result))
         self.driver.flush()
+        self._send_next()
         for flight in flights:
             scheduled = time.perf_counter()
             for seq, output, finish in flight.later:
@@ -258,3 +270,8 @@ class ModelGroup:
         if self.driver:
             self.driver.post(Cancel(seq.id))
         seq.sink.fail(reason)
+
+
+def _must_wait(flight: Flight, before: Flight) -> bool:
+    in_parts = len(flight.parts) > 1 or len(before.parts) > 1
+    return in_parts and not set(flight.batch.requests).isdisjoint(before.batch.requests)

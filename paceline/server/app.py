@@ -15,20 +15,39 @@ from paceline import __version__
 from paceline.runtime.api import Fleet
 from paceline.server import errors, openapi
 from paceline.server.body import read_json
+from paceline.server.embeddings import Embeddings, collect_embeddings
 from paceline.server.errors import bad_request, model_not_found
 from paceline.server.fields import validate
 from paceline.server.generation import Generation, Job
 from paceline.server.metrics import CONTENT_TYPE, Metrics, exposition
 from paceline.server.middleware import Auth, Edge
-from paceline.server.prepare import Caller, ServedModel, chat_job, chat_text, check_vocabulary, completion_job, encode
-from paceline.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, slo
+from paceline.server.prepare import (
+    Caller,
+    ServedModel,
+    chat_job,
+    chat_text,
+    check_vocabulary,
+    completion_job,
+    embedding_inputs,
+    encode,
+)
+from paceline.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+    slo,
+)
 from paceline.server.replies import ChatStyle, CompletionStyle, Style
 from paceline.server.streaming import StreamReply, collect
 from paceline.server.template import ChatTemplate
 
 Endpoint = Callable[..., Awaitable[Response]]
 Body = TypeVar("Body", bound=BaseModel)
-REQUESTS: list[type[BaseModel]] = [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest]
+REQUESTS: list[type[BaseModel]] = [
+    CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest
+]  # fmt: skip
 UNKNOWN_CONTEXT = 2**31 - 1  # of a model that was never loaded: the fleet says why it cannot be had
 METRICS_COMPAT = ("", "vllm")
 
@@ -57,7 +76,7 @@ class Api:
         self.models = dict(models)
         self.config = config
         self.metrics = Metrics()
-        self.generations: set[Generation] = set()
+        self.generations: set[Generation | Embeddings] = set()
         self.templates = {
             name: ChatTemplate(model.tokenizer.chat_template, config.template_seconds)
             for name, model in self.models.items()
@@ -128,6 +147,18 @@ class Api:
             return await collect(generation, style, request.receive)
         finally:
             self.generations.discard(generation)
+
+    async def embeddings(self, request: Request) -> Response:
+        """Embeds texts, or lists of token ids."""
+        body = await self._body(request, EmbeddingRequest)
+        model, caller = self.find(body.model), _caller(request)
+        inputs = await embedding_inputs(model, body)
+        embeddings = Embeddings(self.fleet, model.name, inputs, caller, self.metrics)
+        self.generations.add(embeddings)
+        try:
+            return await collect_embeddings(embeddings, body.encoding_format, request.receive)
+        finally:
+            self.generations.discard(embeddings)
 
     # Tokens
 
@@ -236,6 +267,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
     posts: list[tuple[str, Endpoint, type[BaseModel], tuple[int, ...]]] = [
         ("/v1/completions", api.completions, CompletionRequest, (429, 500, 503)),
         ("/v1/chat/completions", api.chat_completions, ChatRequest, (429, 500, 503)),
+        ("/v1/embeddings", api.embeddings, EmbeddingRequest, (429, 500, 503)),
         ("/tokenize", api.tokenize, TokenizeRequest, ()),
         ("/detokenize", api.detokenize, DetokenizeRequest, ()),
     ]

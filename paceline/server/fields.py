@@ -10,6 +10,7 @@ from paceline.server.errors import ApiError, bad_request
 
 MAX_CHOICES = 16
 MAX_PROMPTS = 256
+MAX_INPUTS = 2048  # texts to embed
 MAX_SEQUENCES = 256  # prompts times choices
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
@@ -66,7 +67,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def _prompt(value: Any) -> list[str | list[int]]:
+def _prompt(value: Any, most: int = MAX_PROMPTS) -> list[str | list[int]]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -74,8 +75,8 @@ def _prompt(value: Any) -> list[str | list[int]]:
     if _is_ids(value):
         _check_range(value)
         return [value]
-    if len(value) > MAX_PROMPTS:
-        raise fault(f"has {len(value)} prompts; at most {MAX_PROMPTS} are allowed")
+    if len(value) > most:
+        raise fault(f"has {len(value)} entries; at most {most} are allowed")
     if all(isinstance(item, str) for item in value):
         return value
     if not all(isinstance(item, list) and item and _is_ids(item) for item in value):
@@ -83,6 +84,13 @@ def _prompt(value: Any) -> list[str | list[int]]:
     for ids in value:
         _check_range(ids)
     return value
+
+
+def _inputs(value: Any) -> list[str | list[int]]:
+    inputs = _prompt(value, MAX_INPUTS)
+    if "" in inputs:
+        raise fault("must not be, or hold, an empty string")
+    return inputs
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
@@ -122,14 +130,15 @@ _TEXT_PART = {
     "additionalProperties": False,
 }
 _IDS = {"type": "array", "items": TOKEN_ID, "minItems": 1}
-_PROMPT_SCHEMA = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
-        _IDS,
-        {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_PROMPTS},
-    ]
-}
+
+
+def _prompt_schema(most: int, text: dict[str, Any]) -> dict[str, Any]:
+    lists = [{"type": "array", "items": item, "minItems": 1, "maxItems": most} for item in (text, _IDS)]
+    return {"anyOf": [text, lists[0], _IDS, lists[1]]}
+
+
+_PROMPT_SCHEMA = _prompt_schema(MAX_PROMPTS, {"type": "string"})
+_INPUTS_SCHEMA = _prompt_schema(MAX_INPUTS, {"type": "string", "minLength": 1})
 _STOP_STRING = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_BYTES}
 _STOP_SCHEMA = {"anyOf": [_STOP_STRING, {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOPS}]}
 _BIAS_SCHEMA = {
@@ -143,6 +152,7 @@ _CONTENT_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEX
 Stop = Annotated[tuple[str, ...], PlainValidator(_stop), WithJsonSchema(_STOP_SCHEMA)]
 LogitBias = Annotated[tuple[tuple[int, float], ...], PlainValidator(_logit_bias), WithJsonSchema(_BIAS_SCHEMA)]
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompt), WithJsonSchema(_PROMPT_SCHEMA)]
+Inputs = Annotated[list[str | list[int]], PlainValidator(_inputs), WithJsonSchema(_INPUTS_SCHEMA)]
 TokenIds = Annotated[tuple[int, ...], PlainValidator(_token_ids), WithJsonSchema({"type": "array", "items": TOKEN_ID})]
 StopTokenIds = Annotated[
     tuple[int, ...],

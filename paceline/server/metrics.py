@@ -96,10 +96,11 @@ class DraftMetrics:
 class _Open:
     """A sequence on its way: times in seconds."""
 
-    __slots__ = ("arrival", "last", "model")
+    __slots__ = ("arrival", "generates", "last", "model")
 
     def __init__(self, arrival: float, model: ModelMetrics) -> None:
         self.arrival = arrival
+        self.generates = True  # else its one token stands for an embedding
         self.last = 0.0  # time of its last token; 0 before the first
         self.model = model
 
@@ -145,7 +146,7 @@ class Metrics:
             if known is None or not tokens:
                 continue
             model = known.model
-            model.generation_tokens += tokens
+            model.generation_tokens += tokens * known.generates
             if known.last:
                 model.between.observe((event.time - known.last) / tokens, tokens)
             else:
@@ -171,12 +172,12 @@ class Metrics:
 
     # From the routes
 
-    def admitted(self, id: str, model: str, prompt_tokens: int) -> None:
+    def admitted(self, id: str, model: str, prompt_tokens: int, generates: bool = True) -> None:
         """The fleet took a sequence: from now on its times count for `model`."""
         metrics = self.models[model]
         metrics.prompt_tokens += prompt_tokens
         if id in self._open:
-            self._open[id].model = metrics
+            self._open[id].model, self._open[id].generates = metrics, generates
 
     def ended(self, model: str, reason: str) -> None:
         """A sequence is over: "stop", "length", "abort" (not wanted any more) or "error"."""

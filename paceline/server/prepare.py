@@ -9,7 +9,7 @@ from paceline.engine.grammar import schema_error
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server.errors import bad_request
 from paceline.server.generation import Job, Prompt, TextOptions
-from paceline.server.protocol import ChatRequest, CompletionRequest, Message, sampling_params
+from paceline.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, Message, sampling_params
 from paceline.server.template import ChatTemplate, TemplateError
 
 INLINE_CHARS = 4096  # longer texts are encoded in a thread: the event loop goes on
@@ -20,6 +20,7 @@ class ServedModel:
     """A model as clients see it. `context`: prompt and answer, in tokens (0: not known); `created`: Unix time.
 
     `embeddings`: token ids that the model has a row for, where that is known; its tokenizer may have more, or fewer.
+    `dimensions`: numbers of an embedding, if that is what the model gives; None: it generates.
     """
 
     name: str
@@ -27,6 +28,7 @@ class ServedModel:
     context: int
     created: int = 0
     embeddings: int | None = None
+    dimensions: int | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -51,8 +53,51 @@ async def encode(model: ServedModel, text: str, add_special_tokens: bool) -> lis
     return tokens
 
 
+def check_task(model: ServedModel, embeds: bool) -> None:
+    """Raises `ApiError` 400 for a model that does not do what the route is for."""
+    if embeds and model.dimensions is None:
+        raise bad_request("model", f"{model.name!r} gives no embeddings; use /v1/completions or /v1/chat/completions")
+    if not embeds and model.dimensions is not None:
+        raise bad_request("model", f"{model.name!r} gives embeddings and generates no text; use /v1/embeddings")
+
+
+async def embedding_inputs(model: ServedModel, request: EmbeddingRequest) -> list[list[int]]:
+    """The inputs as token ids, with the model's special tokens around texts. Raises `ApiError` 400."""
+    check_task(model, embeds=True)
+    if request.dimensions not in (None, model.dimensions):
+        text = f"embeddings of {model.name!r} have {model.dimensions} numbers; it was not trained to have them cut"
+        raise bad_request("dimensions", text)
+    if sum(map(len, request.input)) <= INLINE_CHARS:
+        inputs = _encode_inputs(model, request)
+    else:
+        inputs = await asyncio.to_thread(_encode_inputs, model, request)
+    for index, tokens in enumerate(inputs):
+        name = f"input.{index}" if len(inputs) > 1 else "input"
+        if not tokens:
+            raise bad_request(name, "it has no tokens")
+        check_vocabulary(name, tokens, model)
+        if len(tokens) > model.context:
+            text = f"it has {len(tokens)} tokens; the model's context is {model.context}"
+            raise bad_request(name, text, "context_length_exceeded")
+    return inputs
+
+
+def _encode_inputs(model: ServedModel, request: EmbeddingRequest) -> list[list[int]]:
+    """Token ids, cut to what the request says; the special token that ends a text stays."""
+    limit, inputs = request.truncate_prompt_tokens, []
+    for text in request.input:
+        tokens = model.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else text
+        most = len(tokens) if limit is None else model.context if limit == -1 else limit
+        if len(tokens) > most:
+            ends = isinstance(text, str) and tokens[-1] in model.tokenizer.special_ids
+            tokens = [*tokens[: most - 1], tokens[-1]] if ends else tokens[:most]
+        inputs.append(tokens)
+    return inputs
+
+
 async def completion_job(model: ServedModel, request: CompletionRequest, caller: Caller) -> Job:
     """Raises `ApiError` 400."""
+    check_task(model, embeds=False)
     prompts = []
     for prompt in request.prompt:
         if isinstance(prompt, str):
@@ -68,6 +113,7 @@ async def completion_job(model: ServedModel, request: CompletionRequest, caller:
 
 async def chat_job(model: ServedModel, template: ChatTemplate | None, request: ChatRequest, caller: Caller) -> Job:
     """Raises `ApiError` 400."""
+    check_task(model, embeds=False)
     text = await chat_text(model, template, request.messages, request.add_generation_prompt)
     prompt = Prompt(await encode(model, text, request.add_special_tokens), text)
     max_tokens = answer_tokens(model, len(prompt.tokens), request.limit, default=None)

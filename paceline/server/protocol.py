@@ -21,6 +21,7 @@ from paceline.server.fields import (
     MAX_TOKENS,
     Content,
     Fraction,
+    Inputs,
     LogitBias,
     Metadata,
     Penalty,
@@ -280,6 +281,26 @@ class ChatRequest(Generate):
         self._check(self.limit)
         if self.top_logprobs is not None and not self.logprobs:
             raise unsupported("top_logprobs", "is only allowed with logprobs: true")
+        return self
+
+
+class EmbeddingRequest(BaseModel):
+    """POST /v1/embeddings"""
+
+    model_config = STRICT
+    model: Text = ""
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, Field(ge=1, le=MAX_TOKENS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_TOKENS)] | None = None  # -1: to the model's context
+    user: Text = ""  # taken and ignored
+
+    _nulls = model_validator(mode="before")(_drop_nulls)
+
+    @model_validator(mode="after")
+    def _some_are_left(self) -> "EmbeddingRequest":
+        if self.truncate_prompt_tokens == 0:
+            raise unsupported("truncate_prompt_tokens", "must be at least 1, or -1 for the model's context")
         return self
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 import msgspec
 from fastapi import Response
@@ -17,6 +18,14 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
+class Cancellable(Protocol):
+    """What a client asked for and may leave."""
+
+    def disconnect(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+
 def usage_of(generation: Generation) -> Usage:
     """Prompts count once, whatever their number of choices."""
     prompt = sum(len(prompt.tokens) for prompt in generation.job.prompts)
@@ -28,7 +37,7 @@ def usage_of(generation: Generation) -> Usage:
 
 
 @contextlib.asynccontextmanager
-async def watched(generation: Generation, receive: Receive) -> AsyncIterator[None]:
+async def watched(generation: Cancellable, receive: Receive) -> AsyncIterator[None]:
     """While inside, a client that leaves ends the generation; on leaving, nothing of it still runs."""
 
     async def watch() -> None:

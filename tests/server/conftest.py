@@ -3,7 +3,7 @@
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ TEXT = [
     "import os, sys; print('grüße, 世界, 😀')",
 ]
 CONTEXT = 256
+DECODER = {"tiny": None}
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
@@ -61,10 +62,14 @@ class Server:
     url: str = ""
 
 
-def build(tokenizer: Tokenizer, config: ServerConfig | None = None, **fleet: Any) -> Server:
-    contexts = {"tiny": CONTEXT}
-    fake = FakeFleet(contexts, tokenizer.vocab_size, tokenizer.eos_ids, **fleet)
-    served = {name: ServedModel(name, tokenizer, context, 1) for name, context in contexts.items()}
+def build(
+    tokenizer: Tokenizer, config: ServerConfig | None = None, models: Mapping[str, int | None] = DECODER, **fleet: Any
+) -> Server:
+    """models: by name, how many numbers embeddings have; None: it generates."""
+    contexts = {name: CONTEXT for name in models}
+    encoders = [name for name, dimensions in models.items() if dimensions]
+    fake = FakeFleet(contexts, tokenizer.vocab_size, tokenizer.eos_ids, encoders=encoders, **fleet)
+    served = {name: ServedModel(name, tokenizer, CONTEXT, 1, None, dimensions) for name, dimensions in models.items()}
     return Server(fake, create_app(fake, served, config or ServerConfig()), tokenizer)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import math
+import struct
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -25,14 +26,27 @@ class Running:
     prompt_sent: bool = False
 
 
+def embedding(tokens: list[int]) -> bytes:
+    """Four numbers that tell texts apart."""
+    return struct.pack("<4f", len(tokens), tokens[0], tokens[-1], sum(tokens) / 7)
+
+
 class FakeFleet:
     """Steps every `step_s` seconds; `paused` holds everything in the queue; at most `capacity` sequences."""
 
     def __init__(
-        self, models: dict[str, int], vocab: int, eos: Seq[int] = (), step_s: float = 0.0, capacity: int = 10_000
+        self,
+        models: dict[str, int],
+        vocab: int,
+        eos: Seq[int] = (),
+        step_s: float = 0.0,
+        capacity: int = 10_000,
+        encoders: Seq[str] = (),
     ) -> None:
-        """models: the context of each, in tokens. vocab: token ids from 0 to vocab - 1 are drawn, but no eos."""
+        """models: the context of each, in tokens; encoders: those of them that embed. vocab: token ids from 0 to
+        vocab - 1 are drawn, but no eos."""
         self.models = models
+        self.encoders = encoders
         self.vocab = vocab
         self.eos = frozenset(eos)
         self.step_s = step_s
@@ -77,7 +91,7 @@ class FakeFleet:
             raise Unavailable("the server is shutting down", 2.5)
         if len(self.running) >= self.capacity and not admitted:
             raise Overloaded(6.2)
-        if len(tokens) + params.max_tokens > context:
+        if len(tokens) + params.max_tokens * (model not in self.encoders) > context:
             raise TooLong("too long for the cache")
         self._count += 1
         seq = Running(f"{self._count}", model, list(tokens), params, sink, namespace, slo)
@@ -112,6 +126,12 @@ class FakeFleet:
         if self.fail_after is not None and seq.generated >= self.fail_after:
             del self.running[seq.id]
             seq.sink.fail("the worker is gone")
+            return
+        if seq.model in self.encoders:
+            del self.running[seq.id]
+            self._tell("tokens", seq, 1, Emitted([seq.id], b"\x01"))
+            self._tell("finished", seq, 1, "length")
+            seq.sink.push(SliceOutput([0], embedding=embedding(seq.tokens)), "length")
             return
         prompt = self._prompt_logprobs(seq)
         tokens: list[int] = []

@@ -10,14 +10,16 @@ from schemathesis.specs.openapi.checks import response_schema_conformance, statu
 from tests.server.conftest import build, make_tokenizer
 
 SERVER = build(make_tokenizer())
+ENCODER = build(make_tokenizer(), models={"mini": 4})
 CONFIG = SchemathesisConfig()
 CONFIG.projects.override.generation.modes = [GenerationMode.POSITIVE, GenerationMode.NEGATIVE]
 schema = schemathesis.openapi.from_dict(SERVER.app.openapi(), config=CONFIG)
 schema.app = SERVER.app
 
 
-@schema.parametrize()
-@settings(
+embeddings = schemathesis.openapi.from_dict(ENCODER.app.openapi(), config=CONFIG)
+embeddings.app = ENCODER.app
+some = settings(
     max_examples=25,
     derandomize=True,
     deadline=None,
@@ -25,6 +27,19 @@ schema.app = SERVER.app
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+
+
+@embeddings.include(path="/v1/embeddings").parametrize()
+@some
+def test_no_input_breaks_an_encoder(case: schemathesis.Case) -> None:
+    case.call_and_validate(
+        checks=[not_a_server_error, status_code_conformance, response_schema_conformance], timeout=20
+    )
+    assert not ENCODER.fleet.running
+
+
+@schema.parametrize()
+@some
 def test_no_input_breaks_the_server(case: schemathesis.Case) -> None:
     case.call_and_validate(
         checks=[not_a_server_error, status_code_conformance, response_schema_conformance], timeout=20

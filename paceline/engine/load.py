@@ -1,0 +1,21 @@
+"""The engine of a checkpoint: a decoder or an encoder."""
+
+from pathlib import Path
+from typing import Any
+
+from paceline.core.work import Engine
+from paceline.engine.config import ModelError
+from paceline.engine.encoder_config import is_encoder
+
+
+def load_engine(path: Path, *, drafter: str = "ngram", early_exit_layers: int | None = None, **options: Any) -> Engine:
+    """As config.json's architectures say, with the options of `ModelRunner.load`. Raises ModelError."""
+    if not is_encoder(path):
+        from paceline.engine.runner import ModelRunner  # what the other kind does not need takes memory
+
+        return ModelRunner.load(path, drafter=drafter, early_exit_layers=early_exit_layers, **options)
+    if drafter != "ngram" or early_exit_layers is not None:
+        raise ModelError(f"drafter: {path} is an encoder, which has no tokens to draft")
+    from paceline.engine.encoder import EncoderRunner
+
+    return EncoderRunner.load(path, **options)
