@@ -109,15 +109,17 @@ class Planned:
         return ModelTable(model.name, shapes)
 
 
-def planned(fleet: FleetFile, profile: Path | None) -> Planned:
-    """Raises ValueError naming what is missing."""
+def planned(fleet: FleetFile, profile: Path | None, threads: int | None = None) -> Planned:
+    """`threads` of a device, by which profiles measured here were kept. Raises ValueError naming what is missing."""
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
-    models = [_model(entry, file, errors) for entry in fleet.models]
+    models = [_model(entry, file, errors, threads) for entry in fleet.models]
     return Planned(models, _cluster(fleet), errors or None)
 
 
-def _model(entry: Entry, file: PlanningProfile | None, errors: dict[str, float]) -> SimulatedModel:
+def _model(
+    entry: Entry, file: PlanningProfile | None, errors: dict[str, float], threads: int | None
+) -> SimulatedModel:
     """`errors` are of predictions: the largest of the profiles that are used."""
     slo = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
     known = file.models if file else {}
@@ -129,7 +131,7 @@ def _model(entry: Entry, file: PlanningProfile | None, errors: dict[str, float])
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
         return _from_profile(entry.name, known[name], slo)
     path = resolve(entry.source)
-    found = profile_cache.load(profile_cache.cache_file(path, entry.quantization, profile_cache.Device.here(None)))
+    found = profile_cache.load(profile_cache.cache_file(path, entry.quantization, profile_cache.Device.here(threads)))
     if found is None:
         raise ValueError(
             f"source: {entry.source!r} has no profile on this machine; run `paceline profile {entry.source}` "

@@ -5,6 +5,7 @@ python -m paceline.cli.worker OPTIONS_JSON DESCRIPTOR
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -58,20 +59,25 @@ def main(arguments: list[str]) -> int:
 
 
 def loads(group: GroupOptions) -> list[Load]:
-    """How each of the models is loaded, one after the other."""
+    """How each of the models is loaded, one after the other: with room left for the weights of those after it."""
     peers = None
 
-    def load(options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
+    def load(index: int, options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
         nonlocal peers
-        from paceline.engine.load import load_engine  # torch takes a second: heartbeats go by then
+        from paceline.engine.load import load_engine, weight_bytes  # torch takes a second: heartbeats go by then
         from paceline.engine.parallel import Peers, Place
 
+        place = Place(group.parallel, group.number)
         if group.meeting and peers is None:
-            peers = Peers(Place(group.parallel, group.number), group.meeting, options.device)
+            peers = Peers(place, group.meeting, options.device)
+        later = 0
+        for other in group.models[index + 1 :]:
+            with suppress(ValueError):  # it will say so itself
+                later += weight_bytes(Path(other.path), place, other.quantization)
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name != "path"}
-        return load_engine(Path(options.path), progress=progress, peers=peers, **fields)
+        return load_engine(Path(options.path), progress=progress, peers=peers, reserve=later, **fields)
 
-    return [partial(load, options) for options in group.models]
+    return [partial(load, index, options) for index, options in enumerate(group.models)]
 
 
 if __name__ == "__main__":

@@ -191,8 +191,6 @@ def encoder_part(config: EncoderConfig, place: Place) -> tuple[range, range]:
     stages, ranks = place.parallel.pipeline, place.parallel.tensor
     if config.heads % ranks:
         raise ModelError(f"parallel.tensor: {ranks} ranks cannot divide {config.heads} heads")
-    if stages > config.layers:
-        raise ModelError(f"parallel.pipeline: {stages} stages for {config.layers} layers; at most one a layer")
     layers = stage_layers([0.0, *[1.0] * config.layers, 0.0], stages)[place.stage]
     own = config.heads // ranks
     return layers, range(place.rank * own, (place.rank + 1) * own)
@@ -247,10 +245,11 @@ class EncoderRunner:
         threads: int | None = None,
         quantization: str = "none",
         share: float = 1.0,
+        reserve: int = 0,
         peers: Peers | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "EncoderRunner":
-        """Loads a checkpoint directory; options as of `ModelRunner.load`, `share` is for KV. Raises ModelError.
+        """Loads a checkpoint directory; options as of `ModelRunner.load`, but there is no KV. Raises ModelError.
 
         Blocks take no memory here, they only count tokens: without `num_blocks` as many as `max_batch` texts need.
         """

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.work import Engine
-from paceline.engine.config import ModelError
-from paceline.engine.encoder_config import is_encoder
+from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.encoder_config import EncoderConfig, is_encoder
+from paceline.engine.parallel import Place, part_of
 
 
 def load_engine(path: Path, *, drafter: str = "ngram", early_exit_layers: int | None = None, **options: Any) -> Engine:
@@ -19,3 +20,10 @@ def load_engine(path: Path, *, drafter: str = "ngram", early_exit_layers: int | 
     from paceline.engine.encoder import EncoderRunner
 
     return EncoderRunner.load(path, **options)
+
+
+def weight_bytes(path: Path, place: Place, quantization: str) -> int:
+    """Of the part that a worker holds. Raises ModelError."""
+    if is_encoder(path):
+        return EncoderConfig.load(path).weight_bytes(quantization) // place.parallel.devices
+    return part_of(ModelConfig.load(path), place, quantization).weight_bytes(quantization)

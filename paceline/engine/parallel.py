@@ -86,8 +86,6 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
             f"parallel.tensor: {ranks} ranks cannot divide {heads} heads with {kv_heads} key-value heads; "
             f"possible are {', '.join(map(str, valid))}"
         )
-    if stages > config.layers:
-        raise ModelError(f"parallel.pipeline: {stages} stages for {config.layers} layers; at most one a layer")
     layers = stage_layers(costs(config, quantization), stages)[place.stage]
     inner = inner_columns(config.intermediate, place)
     experts = range(config.experts * rank // ranks, config.experts * (rank + 1) // ranks)
@@ -116,7 +114,12 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
 
 
 def stage_layers(costs: list[float], stages: int) -> list[range]:
-    """Layers of each stage, by the costs of embedding, layers and head; the last stage may have the head alone."""
+    """Layers of each stage, by the costs of embedding, layers and head, which may have a stage to themselves.
+
+    Raises ModelError.
+    """
+    if stages > len(costs):
+        raise ModelError(f"parallel.pipeline: {stages} stages for {len(costs) - 2} layers, embedding and head")
     bounds = [0, *(min(end - 1, len(costs) - 2) for end in cut(costs, stages))]
     return [range(*pair) for pair in pairwise(bounds)]
 

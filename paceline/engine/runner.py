@@ -93,17 +93,18 @@ class ModelRunner:
         drafter: str = "ngram",
         early_exit_layers: int | None = None,
         share: float = 1.0,
+        reserve: int = 0,
         peers: Peers | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "ModelRunner":
         """Loads a checkpoint directory and plans its memory before the weights are read.
 
         `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool, which
-        else takes this `share` of what is left; `context` the most tokens of a sequence, None what the model and the
-        pool can hold; `quantization` is one of `linear.QUANTIZATIONS`. `drafter` is a `DrafterName`; a model's path is
-        its directory, and its memory is planned with the rest; early exit is behind `early_exit_layers`, None: a
-        quarter of them. With `peers` it is this worker's part of the model, and draft models are with worker 0.
-        Raises ModelError.
+        else takes this `share` of what is left, but for `reserve` bytes; `context` the most tokens of a sequence, None
+        what the model and the pool can hold; `quantization` is one of `linear.QUANTIZATIONS`. `drafter` is a
+        `DrafterName`; a model's path is its directory, and its memory is planned with the rest; early exit is behind
+        `early_exit_layers`, None: a quarter of them. With `peers` it is this worker's part of the model, and draft
+        models are with worker 0. Raises ModelError.
         """
         if quantization not in QUANTIZATIONS:
             raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
@@ -139,7 +140,7 @@ class ModelRunner:
         weights = sum(part.weight_bytes(quantization) for part in parts)
         if num_blocks is None:
             num_blocks = _blocks(
-                parts, block_size, used=baseline + weights + activations, share=share, memory=memory,
+                parts, block_size, used=baseline + weights + activations + reserve, share=share, memory=memory,
                 useful_tokens=max_batch * context, device=device, peers=peers,
             )  # fmt: skip
         if limited and num_blocks * block_size < context:

@@ -222,6 +222,10 @@ class LocalFleet:
         best = [min(hosts, key=lambda group: order.index(group.state)) for hosts in self._hosts.values()]
         return [ModelStatus(group.config.name, group.state, group.reason, group.info) for group in best]
 
+    def hosts(self, model: str) -> list[tuple[int, Parallel]]:
+        """The groups of workers that have it, and their shapes."""
+        return [(self.workers.index(group.workers), group.workers.parallel) for group in self._hosts[model]]
+
     def load(self) -> list[GroupLoad]:
         groups = self.driver.controller.groups if self.driver else []
         return [

