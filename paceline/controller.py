@@ -12,9 +12,10 @@ from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import policy
 from paceline.batching.scheduler import Scheduler
-from paceline.batching.sharing import fewest, next_in_turn
+from paceline.batching.sharing import next_in_turn, soonest
+from paceline.batching.state import NONE
 from paceline.core.batch import Batch, StepResult, StepShape
-from paceline.core.events import Advance, Back, Cancel, Complete, Emitted, Event, Input, Lost, Submit
+from paceline.core.events import Advance, Back, Cancel, Complete, Emitted, Event, Input, Lost, Submit, Unreachable
 from paceline.core.protocols import Lookahead
 from paceline.core.request import Request, Sequence
 
@@ -31,6 +32,7 @@ class GroupConfig:
     budget: GoalBudget | None = None  # chooses the width of each step; None: always `scheduler.token_budget`
     predict: Callable[[StepShape], float] | None = None  # seconds of a step on a machine at its usual pace
     lookahead: Callable[[], Lookahead] | None = None  # how many tokens to draft; None: as many as there is room for
+    admission: bool = False  # requests go where they are served soonest; goals that no group can meet are rejected
     device: int | None = None  # groups with the same one share its stages, a step at a time; None: nobody else's
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class Controller:
         for index, state in enumerate(self.groups):
             lanes.setdefault((state.config.device,) if state.config.device is not None else index, []).append(index)
         self._lanes = list(lanes.values())  # groups by the device that they share
+        self._lane_of = {group: lane for lane, some in enumerate(self._lanes) for group in some}
         self._hosts: dict[str, list[int]] = {}
         for index, state in enumerate(self.groups):
             for model in state.config.models:
@@ -101,14 +104,18 @@ class Controller:
         return events, batches
 
     def _next_of(self, lanes: list[int], now: float) -> Batch | None:
-        """The next step of the groups that share a device: of those that have one, who waited longest for it."""
+        """The next step of the groups that share a device (`sharing.next_in_turn`)."""
         if len(lanes) == 1:
             return self.next_batch(lanes[0], now)
         groups = self.groups
         if sum(len(groups[i].scheduler.flying) for i in lanes) >= max(groups[i].config.pipeline for i in lanes):
             return None
         served, tried = [groups[i].served for i in lanes], [False] * len(lanes)
-        while (at := plain(next_in_turn)(served, tried)) >= 0:
+        due = [groups[i].scheduler.next_due() for i in lanes]
+        horizon = now
+        for i in lanes:
+            horizon += groups[i].scheduler.turn()
+        while (at := plain(next_in_turn)(served, due, horizon, tried)) >= 0:
             if batch := self.next_batch(lanes[at], now):
                 self._steps += 1
                 groups[lanes[at]].served = self._steps
@@ -117,32 +124,47 @@ class Controller:
         return None
 
     def submit(self, request: Request, now: float, admitted: bool = False) -> list[Event]:
-        """Queues a request at that group of its model which has the fewest, or rejects it: unknown model, too long for
-        the group, queue full.
+        """Queues a request at that group of its model which serves it soonest, or rejects it: unknown model, too long
+        for the group, queue full, goals that cannot be met.
 
         `admitted`: it belongs to one that was accepted, and a full queue does not refuse it.
         """
         hosts = self._hosts.get(request.model)
         if not hosts:
             return [Event("rejected", now, -1, request.id, detail=f"model: no group serves {request.model!r}")]
-        index, reason = self._host(request, hosts, admitted)
-        scheduler = self.groups[index].scheduler
+        index, reason, expected = self._host(request, hosts, admitted)
+        group = self.groups[index]
         if request.id in self.sequences:
             reason = "id: taken by another request"
         if reason:
             return [Event("rejected", now, index, request.id, detail=reason)]
-        self.sequences[request.id] = index, scheduler.add(request)
+        budget = group.config.budget
+        goal = budget.tbt if budget and expected == NONE else request.slo.ttft
+        if goal is not None and expected > goal and not admitted:
+            return [Event("rejected", now, index, request.id, detail=Unreachable(expected, goal))]
+        self.sequences[request.id] = index, group.scheduler.add(request)
         return [Event("accepted", now, index, request.id)]
 
-    def _host(self, request: Request, hosts: list[int], admitted: bool) -> tuple[int, str]:
-        """Of these groups the one to take the request, and why it cannot, if none can. Lost ones only if need be."""
+    def _host(self, request: Request, hosts: list[int], admitted: bool) -> tuple[int, str, float]:
+        """Of these groups the one to take the request, why it cannot, if none can, and the seconds until its first
+        token is expected there (0: nobody knows). Lost groups only if need be."""
         groups = [self.groups[i] for i in hosts]
         reasons = [self._refusal(group, request, admitted) for group in groups]
         able = [not reason for reason in reasons]
         up = [free and group.up for free, group in zip(able, groups, strict=True)]
         queued = [group.scheduler.num_sequences for group in groups]
-        chosen = max(0, plain(fewest)(queued, up if any(up) else able))
-        return hosts[chosen], reasons[chosen]
+        expected = [
+            self._expected(i, request) if free and group.config.admission else 0.0
+            for i, free, group in zip(hosts, able, groups, strict=True)
+        ]
+        chosen = max(0, plain(soonest)(expected, queued, up if any(up) else able))
+        return hosts[chosen], reasons[chosen], expected[chosen]
+
+    def _expected(self, group: int, request: Request) -> float:
+        """Seconds until its first token, with the turns of the others on the group's device."""
+        lanes = self._lanes[self._lane_of[group]]
+        others = sum(self.groups[i].scheduler.turn() for i in lanes if i != group)
+        return self.groups[group].scheduler.first_token(request, others)
 
     def _refusal(self, group: GroupState, request: Request, admitted: bool) -> str:
         """Why the group cannot take the request; empty: it can."""
@@ -160,7 +182,7 @@ class Controller:
 
     def complete(self, group: int, batch_id: int, result: StepResult, now: float) -> list[Event]:
         """Takes what a batch yielded. A batch that a reset has overtaken is unknown and changes nothing."""
-        done = self.groups[group].scheduler.complete(batch_id, result)
+        done = self.groups[group].scheduler.complete(batch_id, result, now)
         if done is None:
             return []
         batch, gone, tokens, total = done
@@ -200,7 +222,7 @@ class Controller:
             hosts = [i for i in self._hosts[request.model] if self.groups[i].up]
             if not hosts:
                 continue
-            index, reason = self._host(request, hosts, admitted=True)
+            index, reason, _ = self._host(request, hosts, admitted=True)
             if not reason:
                 taken = self.groups[index].scheduler.take_over(sequence, state.scheduler)
                 self.sequences[request.id] = index, taken

@@ -110,7 +110,7 @@ def widest(
         filled = shape.copy()  # with the first prompts whole
         for i in range(len(prompts)):
             if filled[0] < maximum and prompts[i, 1] > 0:
-                _add(filled, prompts[i, 0], prompts[i, 1], True)
+                add_chunk(filled, prompts[i, 0], prompts[i, 1], True)
         # the largest multiple of the tile whose step, filled from the prompts in order, is within the goal
         low, high = decodes, min(maximum // tile, -(-filled[0] // tile))
         while low < high:
@@ -118,7 +118,7 @@ def widest(
             step, left = shape.copy(), middle * tile - shape[0]
             for i in range(len(prompts)):
                 if left > 0 and prompts[i, 1] > 0:
-                    _add(step, prompts[i, 0], min(left, prompts[i, 1]), left >= prompts[i, 1])
+                    add_chunk(step, prompts[i, 0], min(left, prompts[i, 1]), left >= prompts[i, 1])
                     left -= prompts[i, 1]
             if seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6])) > goal:
                 high = middle - 1
@@ -129,7 +129,7 @@ def widest(
 
 
 @part
-def _add(shape: Ints, start: int, length: int, emits: bool) -> None:
+def add_chunk(shape: Ints, start: int, length: int, emits: bool) -> None:
     """`StepShape.add`, of a chunk."""
     shape[0] += length
     shape[1] += emits

@@ -13,10 +13,13 @@ from paceline.batching.budget import GoalBudget, Pace
 from paceline.batching.compiled import BOOL, BYTES, F64, I64, STATE, VOID, Handle, entry, plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import Policy
+from paceline.batching.prediction import seconds_of_turn, seconds_to_first_token
+from paceline.batching.sharing import time_of_next_due
 from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
     BLOCK_SIZE,
+    BY_GOAL,
     CACHED_TOKENS,
     DECODES,
     DRAFT,
@@ -27,6 +30,7 @@ from paceline.batching.state import (
     GOAL,
     HEAD,
     KNEE,
+    LANDED,
     LATE,
     LENGTH,
     LOST,
@@ -91,7 +95,7 @@ def make_state(
     limits[WATERMARK] = config.watermark_blocks
     limits[MAX_MODEL_LEN], limits[MAX_PROMPT_TOKENS] = config.max_model_len or 0, config.max_num_batched_tokens
     limits[POLICY], limits[RESERVES], limits[LATE] = policy.number, policy.reserves, policy.late
-    limits[PIPELINE], limits[ADAPTIVE] = pipeline, adaptive
+    limits[PIPELINE], limits[ADAPTIVE], limits[BY_GOAL] = pipeline, adaptive, policy.by_goal
     factors[PACE], factors[GOAL] = 1.0, NONE
     linear, terms = np.zeros(0), np.zeros(6)
     if budget is not None:
@@ -175,6 +179,22 @@ class Scheduler:
         """Whether the request can run when it is alone."""
         return bool(_fits(self._handle, tokens, max_tokens))
 
+    # What it expects
+
+    def first_token(self, request: Request, others: float) -> float:
+        """Seconds until a request that comes now would have its first token (`prediction.first_token`)."""
+        self.state.factors[PACE] = self.pace.factor if self.pace else 1.0
+        place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
+        return float(seconds_to_first_token(self._handle, request.prompt_tokens, place, others))
+
+    def turn(self) -> float:
+        """Seconds of the next step; 0: there is nothing to do, or nobody knows."""
+        return float(seconds_of_turn(self._handle))
+
+    def next_due(self) -> float:
+        """When its next token is wanted."""
+        return float(time_of_next_due(self._handle))
+
     # Steps
 
     def advance(self, id: int) -> None:
@@ -226,7 +246,9 @@ class Scheduler:
             return self.lookahead.verification(self.pace.predict(shape)) + spent
         return self.pace.seconds(shape)
 
-    def complete(self, id: int, result: StepResult) -> tuple[Batch, list[int], bytes, int] | None:
+    def complete(
+        self, id: int, result: StepResult, now: float = 0.0
+    ) -> tuple[Batch, list[int], bytes, int] | None:
         """A batch is done: its KV is computed, tokens were emitted, full blocks can be shared.
 
         Returns the batch, the slices that do not count (their sequences failed or had ended), the tokens of each of the
@@ -235,6 +257,7 @@ class Scheduler:
         if id not in self.flying:
             return None
         batch = self.flying.pop(id)
+        self.state.factors[LANDED] = now
         slots = self.state.steps[id % self.pipeline, SLOT, : len(batch.requests)]
         if self.pace and result.seconds and not batch.drafts:
             self.pace.observe(batch.shape, result.seconds - result.draft_seconds)

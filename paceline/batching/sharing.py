@@ -3,26 +3,72 @@
 Arguments are lists or arrays over groups.
 """
 
+# mypy: disable-error-code=no-any-return
+
 from typing import Any
 
-from paceline.batching.compiled import part
+from paceline.batching.compiled import F64, STATE, entry, part, plain
+from paceline.batching.state import BY_GOAL, GOAL, HEAD, LANDED, PROMPTS, RUNNING, TAIL, TBT, WANTED, State
+from paceline.core.request import PROMPT, SCHEDULED
+
+UNHURRIED_S = 0.5  # who has no goal waits about so long for a turn, if others have
 
 
 @part
-def fewest(queued: Any, able: Any) -> int:
-    """Of the groups that can take a request the one with the fewest, the first of equals; -1: none can."""
+def soonest(expected: Any, queued: Any, able: Any) -> int:
+    """Of the groups that can take a request the one that is expected to begin with its output first, of equals the one
+    with the fewest, the first of those; -1: none can."""
     best = -1
     for g in range(len(queued)):
-        if able[g] and (best < 0 or queued[g] < queued[best]):
+        if able[g] and (
+            best < 0
+            or expected[g] < expected[best]
+            or (expected[g] == expected[best] and queued[g] < queued[best])
+        ):
             best = g
     return best
 
 
 @part
-def next_in_turn(served: Any, tried: Any) -> int:
-    """Of the groups that share a device the one that waited longest for a step, the first of equals; -1: all tried."""
+def next_in_turn(served: Any, due: Any, horizon: float, tried: Any) -> int:
+    """Of the groups that share a device the one that is to step next; -1: all tried.
+
+    Of those whose next token is due before the `horizon`, when all have had a turn, the one that waited longest: so
+    nobody's overload takes another's turn. Where there is slack, the one whose token is due first.
+    """
     best = -1
     for g in range(len(served)):
-        if not tried[g] and (best < 0 or served[g] < served[best]):
+        if tried[g]:
+            continue
+        if best < 0:
+            best = g
+            continue
+        hurried, other = due[g] <= horizon, due[best] <= horizon
+        if hurried != other:
+            best = g if hurried else best
+        elif hurried or due[g] == due[best]:
+            best = g if served[g] < served[best] else best
+        elif due[g] < due[best]:
             best = g
     return best
+
+
+@part
+def next_due(s: State) -> float:
+    """When the group's next token is wanted: of prompts with a goal by that, of decodes so long after the last step."""
+    now = s.now
+    due, pace = s.factors[LANDED] + UNHURRIED_S, s.factors[GOAL]
+    for i in range(now[RUNNING]):
+        slot = s.running[i]
+        if s.numbers[slot, SCHEDULED] >= s.numbers[slot, PROMPT]:
+            pace = min(pace, s.times[slot, TBT])
+    due = min(due, s.factors[LANDED] + pace)
+    if s.limits[BY_GOAL] > 0:
+        if now[PROMPTS] > 0:
+            due = min(due, s.times[s.prompts[0], WANTED])
+        if now[TAIL] > now[HEAD]:
+            due = min(due, s.times[s.waiting[now[HEAD]], WANTED])
+    return due
+
+
+time_of_next_due = entry(F64, STATE)(plain(next_due))

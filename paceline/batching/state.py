@@ -24,8 +24,8 @@ ARRIVAL, WANTED, TBT, LAST = range(4)
 # `limits` of the group
 (
     TOKEN_BUDGET, MAX_BATCH, BLOCK_SIZE, NUM_BLOCKS, WATERMARK, MAX_MODEL_LEN, MAX_PROMPT_TOKENS, POLICY, RESERVES,
-    LATE, PIPELINE, ADAPTIVE, TILE, KNEE, MAXIMUM, NUM_LIMITS,
-) = range(16)  # fmt: skip
+    LATE, PIPELINE, ADAPTIVE, TILE, KNEE, MAXIMUM, BY_GOAL, NUM_LIMITS,
+) = range(17)  # fmt: skip
 # `now`: what is counted. Of the queues (waiting: from HEAD to TAIL), of the step that is being composed (AT: its place
 # in the ring of steps), of blocks
 (
@@ -33,8 +33,9 @@ ARRIVAL, WANTED, TBT, LAST = range(4)
     CHUNKS_LAST, SLICES, DECODES, WIDTH, PREEMPTED, LOST, EVER_HELD, SPARE, IDLE, OLDEST, NEWEST, CACHED_TOKENS,
     NEXT_BATCH, AT, NUM_COUNTS,
 ) = range(26)  # fmt: skip
-# `factors`: what steps take over what is predicted, seconds of drafting in this step, goal between tokens, its margin
-PACE, SPENT, GOAL, MARGIN, NUM_FACTORS = range(5)
+# `factors`: what steps take over what is predicted, seconds of drafting in this step, goal between tokens, its margin,
+# when the last step was complete
+PACE, SPENT, GOAL, MARGIN, LANDED, NUM_FACTORS = range(6)
 # rows of `blocks`: holders; a stack of those held before; neighbours among the idle ones; whether a hash is known
 HOLDERS, STACK, OLDER, NEWER, FULL = range(5)
 

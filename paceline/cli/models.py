@@ -90,7 +90,10 @@ def paced(
     What a goal, a choice of drafts or a plan (`measures`) needs and the cache lacks is measured first, by `paceline
     profile` with these options. Raises ValueError for a goal below the floor.
     """
+    if model.encoder:
+        return model
     device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
+    needed = measures or tbt is not None or model.slo.ttft is not None or chooses
 
     def profile_of(path: Path, name: str, options: list[str], needed: bool) -> Profile | None:
         file = profile_cache.cache_file(path, model.quantization, device)
@@ -101,7 +104,7 @@ def paced(
             assert known is not None
         return known
 
-    model = replace(model, profile=profile_of(model.path, model.name, options, measures or tbt is not None or chooses))
+    model = replace(model, profile=profile_of(model.path, model.name, options, needed))
     if chooses and model.drafting.model:
         name, begin = f"{model.name}'s draft model", options.index("--context") if "--context" in options else None
         own = options if begin is None else options[:begin] + options[begin + 2 :]  # its context may be shorter

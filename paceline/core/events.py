@@ -67,6 +67,14 @@ class Emitted(NamedTuple):
     tokens: bytes
 
 
+class Unreachable(NamedTuple):
+    """Why a request is rejected whose goals no group can meet: seconds to its first token, infinite where it is the
+    time between tokens that cannot be held, and the goal."""
+
+    expected: float
+    goal: float
+
+
 class Event(NamedTuple):
     """Something that a controller decided or noted, at `time` seconds."""
 
@@ -75,4 +83,4 @@ class Event(NamedTuple):
     group: int
     request: str = ""  # the batch's number, where it is about a batch ("started", "tokens")
     tokens: int = 0  # width ("started"), emitted ("tokens", "finished")
-    detail: Batch | Emitted | str = ""  # the batch ("started"), its yield ("tokens"), or the reason
+    detail: Batch | Emitted | Unreachable | str = ""  # the batch ("started"), its yield ("tokens"), or the reason

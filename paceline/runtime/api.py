@@ -21,6 +21,19 @@ class Overloaded(Rejected):
         self.retry_after = retry_after
 
 
+class GoalUnreachable(Rejected):
+    """No group can meet the request's latency goal. Seconds: `expected` until the first token, infinite where it is the
+    goal between tokens that cannot be held."""
+
+    def __init__(self, expected: float, goal: float) -> None:
+        if expected == float("inf"):
+            text = f"the goal of {1e3 * goal:.0f} ms between tokens cannot be held with one more request"
+        else:
+            text = f"the first token is expected in {1e3 * expected:.0f} ms, the goal is {1e3 * goal:.0f} ms"
+        super().__init__(text)
+        self.expected, self.goal = expected, goal
+
+
 class Unavailable(Rejected):
     """Draining, or the model is not loaded."""
 
@@ -119,7 +132,8 @@ class Fleet(Protocol):
         slo: SLO = NO_SLO,
         admitted: bool = False,
     ) -> str:
-        """Queues one sequence and returns its id. Raises `Overloaded`, `Unavailable`, `TooLong` or KeyError (model).
+        """Queues one sequence and returns its id. Raises `Overloaded`, `Unavailable`, `TooLong`,
+        `GoalUnreachable` or KeyError (model).
 
         `namespace` separates prefix caches (one per API key). Prompt log-probabilities switch prefix hits off.
         `admitted`: it belongs to a request that was accepted; neither a full queue nor a drain refuses it.

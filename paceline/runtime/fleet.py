@@ -15,9 +15,19 @@ from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch
 from paceline.core.cluster import Parallel
-from paceline.core.events import Cancel, Event, Input, Lost, Submit
+from paceline.core.events import Cancel, Event, Input, Lost, Submit, Unreachable
 from paceline.core.request import NO_SLO, SLO, Request, SamplingParams
-from paceline.runtime.api import GroupLoad, ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
+from paceline.runtime.api import (
+    GoalUnreachable,
+    GroupLoad,
+    ModelStatus,
+    Observer,
+    Overloaded,
+    Sink,
+    StepRecord,
+    TooLong,
+    Unavailable,
+)
 from paceline.runtime.driver import Driver
 from paceline.runtime.group import ModelGroup, ServedModel
 from paceline.runtime.sequence import BlockHasher, RunningSequence
@@ -144,6 +154,7 @@ class LocalFleet:
             predict=group.config.predict,
             lookahead=group.config.lookahead,
             pipeline=group.workers.parallel.pipeline,
+            admission=True,
             device=self.workers.index(group.workers),
         )
 
@@ -198,6 +209,8 @@ class LocalFleet:
             del self.sequences[seq.id]
             if refusal.detail == "queue: full":
                 raise Overloaded(self._retry_after())
+            if isinstance(refusal.detail, Unreachable):
+                raise GoalUnreachable(*refusal.detail)
             raise TooLong(str(refusal.detail))
         return seq.id
 

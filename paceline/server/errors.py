@@ -7,7 +7,9 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
-from paceline.runtime.api import Overloaded, Rejected, TooLong, Unavailable
+from paceline.runtime.api import GoalUnreachable, Overloaded, Rejected, TooLong, Unavailable
+
+RETRY_S = 5  # where nobody can say when it would be worth while
 
 STATUS_TEXT = {
     404: "there is no such route",
@@ -68,7 +70,13 @@ def from_rejection(error: Rejected) -> ApiError:
         code = "overloaded" if isinstance(error, Overloaded) else "unavailable"
         headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
         return ApiError(503, str(error), code=code, headers=headers)
-    return ApiError(429, str(error), code="slo_unreachable", headers={"x-should-retry": "false"})
+    headers = {"x-should-retry": "false"}
+    if isinstance(error, GoalUnreachable):
+        late = error.expected - error.goal
+        headers["retry-after"] = str(max(1, math.ceil(late)) if math.isfinite(late) else RETRY_S)
+        if math.isfinite(error.expected):
+            headers["x-predicted-ttft-ms"] = f"{1e3 * error.expected:.0f}"
+    return ApiError(429, str(error), code="slo_unreachable", headers=headers)
 
 
 def to_response(error: ApiError) -> Response:

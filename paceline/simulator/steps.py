@@ -20,9 +20,22 @@ from paceline.batching.budget import seconds
 from paceline.batching.compiled import FLOATS, FLOATS_2D, I64, INTS, INTS_2D, Handle, entry, part, state_at, tuple_of
 from paceline.batching.moves import add, end, fits, num_waiting
 from paceline.batching.policies import compose, land, leave_first_stage, policy, wanted
+from paceline.batching.prediction import first_token, turn
 from paceline.batching.scheduler import make_state
-from paceline.batching.sharing import fewest, next_in_turn
-from paceline.batching.state import ENTERING, LAST, NEXT_BATCH, PIPELINE, RUNNING, SLOT, Floats, Ints, State
+from paceline.batching.sharing import next_due, next_in_turn, soonest
+from paceline.batching.state import (
+    ENTERING,
+    GOAL,
+    LANDED,
+    LAST,
+    NEXT_BATCH,
+    PIPELINE,
+    RUNNING,
+    SLOT,
+    Floats,
+    Ints,
+    State,
+)
 from paceline.controller import GroupConfig
 from paceline.core.request import ASKED, KNOWN, LIMIT, TAG
 from paceline.latency.step_time import StepTime
@@ -81,7 +94,6 @@ def run(groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Reque
     ], np.int64)  # fmt: skip
     hosts = np.array([[name in g.config.models for g in groups] for name in models], np.int64)
     hosts = hosts.reshape(len(models), len(groups))
-    by_goal = np.array([policy(g.config.policy).by_goal for g in groups], np.int64)
     count = np.bincount(requests.models, minlength=len(models))
     linear = np.zeros((len(groups), max((len(g.step_time.linear) for g in groups), default=0)))
     for index, g in enumerate(groups):
@@ -94,11 +106,12 @@ def run(groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Reque
         made.append(Handle(state))
         linear[index, : len(g.step_time.linear)] = g.step_time.linear
     states = np.array([handle.address for handle in made], np.int64)
+    rules = np.array([(policy(g.config.policy).by_goal, g.config.admission) for g in groups], np.int64).reshape(-1, 2)
     times = Times(
         linear, np.array([len(g.step_time.linear) for g in groups], np.int64),
         np.array([g.step_time.terms for g in groups]).reshape(-1, 6), np.array([g.share for g in groups]),
     )  # fmt: skip
-    return Result(*_run(states, times, lanes, len(places), hosts, by_goal, requests))
+    return Result(*_run(states, times, lanes, len(places), hosts, rules, requests))
 
 
 @part
@@ -126,19 +139,20 @@ def _take_tokens(
 
 @entry(
     tuple_of(INTS, FLOATS, FLOATS, INTS, types.Array(types.float32, 1, "C"), INTS, INTS_2D, FLOATS, FLOATS_2D),
-    INTS, types.NamedTuple((FLOATS_2D, INTS, FLOATS_2D, FLOATS), Times), INTS, I64, INTS_2D, INTS,  # type: ignore[no-untyped-call]
+    INTS, types.NamedTuple((FLOATS_2D, INTS, FLOATS_2D, FLOATS), Times), INTS, I64, INTS_2D, INTS_2D,  # type: ignore[no-untyped-call]
     types.NamedTuple((FLOATS, INTS, INTS, INTS, FLOATS, FLOATS), Requests),  # type: ignore[no-untyped-call]
 )  # fmt: skip
-def _run(groups, times, lanes, num_lanes, hosts, by_goal, requests):  # type: ignore[no-untyped-def]
-    """groups: addresses of their states; lanes [groups]: which of the devices each has; hosts [models, groups]; by_goal
-    [groups]: whether goals order prompts."""
+def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: ignore[no-untyped-def]
+    """groups: addresses of their states; lanes [groups]: which of the devices each has; hosts [models, groups]; rules
+    [groups, 2]: whether goals order prompts, and whether those that cannot be met are rejected."""
     count, arrivals, outputs = len(groups), requests.arrivals, requests.outputs
-    stages, deepest = 1, np.zeros(num_lanes, np.int64)
+    stages, deepest, members = 1, np.zeros(num_lanes, np.int64), np.zeros(num_lanes, np.int64)
     model_of = np.zeros(count, np.int64)
     for g in range(count):
         s = state_at(groups[g])
         stages = max(stages, s.limits[PIPELINE])
         # a device has as many batches in flight as the deepest of its groups has stages
+        members[lanes[g]] += 1
         deepest[lanes[g]] = max(deepest[lanes[g]], s.limits[PIPELINE])
         for m in range(hosts.shape[0]):
             model_of[g] = m if hosts[m, g] > 0 else model_of[g]
@@ -157,7 +171,8 @@ def _run(groups, times, lanes, num_lanes, hosts, by_goal, requests):  # type: ig
     gaps = np.zeros(outputs.sum(), np.float32)
     steps, took, left, num_steps = np.zeros((1024, 2), np.int64), np.zeros(1024), np.zeros((1024, stages)), 0
     queued, able, tried = np.zeros(count, np.int64), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-    served, turn = np.zeros(count, np.int64), 0
+    served, num_turns = np.zeros(count, np.int64), 0
+    expected, due = np.zeros(count), np.zeros(count)
     dirty, r = np.zeros(len(clocks), np.bool_), 0
     while True:
         now = arrivals[r] if r < total else np.inf
@@ -171,6 +186,7 @@ def _run(groups, times, lanes, num_lanes, hosts, by_goal, requests):  # type: ig
                 continue
             s = state_at(groups[g])
             while flying[g] > 0 and ends[g, head[g]] == now:
+                s.factors[LANDED] = now
                 at = head[g]
                 batch, m = s.now[NEXT_BATCH] - flying[g], model_of[g]
                 place = batch % s.limits[PIPELINE]
@@ -188,32 +204,49 @@ def _run(groups, times, lanes, num_lanes, hosts, by_goal, requests):  # type: ig
             for g in range(count):
                 able[g] = hosts[m, g] > 0 and fits(state_at(groups[g]), size, outputs[r])
                 queued[g] = num_waiting(state_at(groups[g])) + state_at(groups[g]).now[RUNNING] if able[g] else 0
-            g = fewest(queued, able)
+                expected[g] = 0.0
+                if able[g] and rules[g, 1] > 0:
+                    others = 0.0
+                    for other in range(count):
+                        if other != g and lanes[other] == lanes[g]:
+                            others += turn(state_at(groups[other]))
+                    place = wanted(now, requests.ttft[r], rules[g, 0] > 0)
+                    expected[g] = first_token(state_at(groups[g]), size, place, others)
+            g = soonest(expected, queued, able)
+            if g >= 0 and expected[g] > (
+                requests.ttft[r] if expected[g] < np.inf else state_at(groups[g]).factors[GOAL]
+            ):
+                g = -1
             owner[r] = g
             if g < 0:
                 finish[r] = now
             else:
                 s = state_at(groups[g])
                 slot = add(
-                    s, size, outputs[r], now, wanted(now, requests.ttft[r], by_goal[g] > 0), requests.tbt[r], 0
+                    s, size, outputs[r], now, wanted(now, requests.ttft[r], rules[g, 0] > 0), requests.tbt[r], 0
                 )  # fmt: skip
                 s.numbers[slot, TAG] = r
                 dirty[lanes[g]] = True
             r += 1
         for lane in range(len(clocks)):
             while dirty[lane]:
-                in_flight = 0
+                in_flight, horizon = 0, now
+                alone = members[lane] == 1
                 for g in range(count):
                     tried[g] = lanes[g] != lane
-                    in_flight += 0 if tried[g] else flying[g]
+                    if not tried[g]:
+                        in_flight += flying[g]
+                        if not alone:
+                            due[g] = next_due(state_at(groups[g]))
+                            horizon += turn(state_at(groups[g]))
                 dirty[lane] = False
-                g = next_in_turn(served, tried) if in_flight < deepest[lane] else -1
+                g = next_in_turn(served, due, horizon, tried) if in_flight < deepest[lane] else -1
                 while g >= 0:
                     s = state_at(groups[g])
                     width = compose(s)
                     if width > 0:
-                        turn += 1
-                        served[g] = turn
+                        num_turns += 1
+                        served[g] = num_turns
                         at = (head[g] + flying[g]) % stages
                         shape = s.shape
                         latency = times.shares[g] * seconds(
@@ -236,7 +269,7 @@ def _run(groups, times, lanes, num_lanes, hosts, by_goal, requests):  # type: ig
                         dirty[lane] = True  # perhaps there is room for another
                         break
                     tried[g] = True
-                    g = next_in_turn(served, tried)
+                    g = next_in_turn(served, due, horizon, tried)
     return (
         owner, first, finish, tokens, gaps, gap_ends, steps[:num_steps], took[:num_steps], left[:num_steps],
     )  # fmt: skip

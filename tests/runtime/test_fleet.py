@@ -13,10 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.batching.budget import GoalBudget
 from paceline.controller import Controller
 from paceline.core import record
-from paceline.core.request import SamplingParams
-from paceline.runtime.api import Overloaded, TooLong, Unavailable
+from paceline.core.request import SLO, SamplingParams
+from paceline.latency.step_time import StepTime
+from paceline.runtime.api import GoalUnreachable, Overloaded, TooLong, Unavailable
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.simulator.driver import replay
@@ -383,6 +385,27 @@ async def test_over_the_bound_of_the_queue_a_request_is_refused_with_a_time():
         assert 1 <= refused.value.retry_after <= 120
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
         check_empty(running)
+
+
+async def test_a_goal_that_cannot_be_met_is_refused_with_the_expected_time():
+    """Steps are known to take 50 ms of 8 tokens: the second of two prompts of 64 tokens is 16 steps away."""
+    step = StepTime(tuple(0.05 for _ in range(65)), *[0.0] * 6)
+    budget = GoalBudget(step.linear, step.terms, 8, 8, 8)
+    served = ServedModel("toy", budget=budget, predict=step.seconds)
+    running = LocalFleet([replace(worker(delay=0.05), models=(served,))], FleetConfig(token_budget=8))
+    await running.start()
+    try:
+        first = Collector()
+        running.submit("toy", [1] * 64, SamplingParams(max_tokens=1), first, slo=SLO(ttft=2.0))
+        with pytest.raises(GoalUnreachable) as refused:
+            running.submit("toy", [1] * 64, SamplingParams(max_tokens=1), Collector(), slo=SLO(ttft=0.3))
+        assert 0.4 <= refused.value.expected <= 1.0 and refused.value.goal == 0.3
+        later = Collector()
+        running.submit("toy", [1] * 64, SamplingParams(max_tokens=1), later, slo=SLO(ttft=3.0))
+        await asyncio.gather(first.done.wait(), later.done.wait())
+        check_empty(running)
+    finally:
+        await running.stop()
 
 
 async def test_what_can_never_fit_is_refused():

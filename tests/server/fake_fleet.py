@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from paceline.core.events import Emitted, Event
 from paceline.core.request import NO_SLO, SLO, SamplingParams
 from paceline.core.work import EngineInfo, SliceOutput, TokenLogprobs
-from paceline.runtime.api import GroupLoad, ModelStatus, Observer, Overloaded, Sink, StepRecord, TooLong, Unavailable
+from paceline.runtime.api import (
+    GoalUnreachable,
+    GroupLoad,
+    ModelStatus,
+    Observer,
+    Overloaded,
+    Sink,
+    StepRecord,
+    TooLong,
+    Unavailable,
+)
 
 
 @dataclass(slots=True)
@@ -60,6 +70,7 @@ class FakeFleet:
         self.healthy = True
         self.fail_after: int | None = None  # tokens after which every sequence fails
         self.tokens_per_step = 1
+        self.expected = 0.0  # seconds to a first token
         self.script: list[int] | None = None  # the tokens to give, instead of random ones
         self._count = 0
         self._task: asyncio.Task[None] | None = None
@@ -91,6 +102,8 @@ class FakeFleet:
             raise Unavailable("the server is shutting down", 2.5)
         if len(self.running) >= self.capacity and not admitted:
             raise Overloaded(6.2)
+        if slo.ttft is not None and self.expected > slo.ttft and not admitted:
+            raise GoalUnreachable(self.expected, slo.ttft)
         if len(tokens) + params.max_tokens * (model not in self.encoders) > context:
             raise TooLong("too long for the cache")
         self._count += 1

@@ -158,6 +158,24 @@ async def test_a_full_queue_is_503_with_retry_after(tokenizer: Tokenizer, path: 
         assert answer.json()["error"]["code"] == "overloaded"
 
 
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("path", "body"), PATHS)
+async def test_a_goal_out_of_reach_is_429_with_the_time(
+    tokenizer: Tokenizer, path: str, body: dict, stream: bool
+) -> None:
+    async with in_process(tokenizer) as server:
+        server.fleet.expected = 3.2
+        goal = {"x-slo-ttft-ms": "500"}
+        answer = await server.client.post(path, json={**body, "stream": stream}, headers=goal)
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
+        assert (answer.headers["x-should-retry"], answer.headers["x-predicted-ttft-ms"]) == ("false", "3200")
+        error = answer.json()["error"]
+        assert (error["code"], error["type"]) == ("slo_unreachable", "rate_limit_error")
+        assert "3200 ms" in error["message"] and "500 ms" in error["message"]
+        assert not server.fleet.running
+        assert (await server.client.post(path, json={**body, "max_tokens": 1})).status_code == 200, "no goal, no limit"
+
+
 async def test_prompts_are_taken_all_or_none(tokenizer: Tokenizer) -> None:
     async with in_process(tokenizer, capacity=2) as server:
         server.fleet.paused = True

@@ -1,6 +1,7 @@
 """The compiled simulation against the controller in virtual time: the same tokens at the same times, to the bit."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
 from paceline.controller import Controller, GroupConfig
-from paceline.core.batch import Batch
+from paceline.core.batch import Batch, StepShape
+from paceline.core.events import Unreachable
 from paceline.core.request import SLO, Request
 from paceline.latency.step_time import StepTime
 from paceline.simulator.driver import FixedOutputs, simulate
@@ -19,30 +21,33 @@ from paceline.simulator.steps import Requests, SimulatedGroup, run
 FAST = StepTime(tuple(0.25 + n / 8 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 SLOW = StepTime(tuple(1.0 + n / 4 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 GOAL = GoalBudget(FAST.linear, FAST.terms, 4, 16, 64, tbt=2.0, margin=0.125)
+TIGHT = replace(GOAL, tbt=FAST.seconds(StepShape(3, 3, 3, 60)))  # few may decode together
 
 
 def fleets(policy: str, rng: random.Random) -> list[SimulatedGroup]:
     """Two hosts of one model, one with little memory; two models that share a device with stages."""
+
+    admission = rng.random() < 0.5
 
     def group(model: str, model_time: StepTime, share: float = 1.0, **options) -> SimulatedGroup:
         limits = SchedulerConfig(
             token_budget=rng.choice([8, 24, 64]), max_batch=rng.choice([3, 8]), block_size=4,
             num_blocks=rng.choice([15, 20, 200]), watermark=rng.choice([0.0, 0.1]), max_num_batched_tokens=48,
         )  # fmt: skip
-        return SimulatedGroup(GroupConfig((model,), limits, policy, **options), model_time, share)
+        return SimulatedGroup(GroupConfig((model,), limits, policy, admission=admission, **options), model_time, share)
 
     return [
-        group("a", FAST, budget=rng.choice([None, GOAL])),
-        group("a", SLOW, pipeline=2, share=0.5),
+        group("a", FAST, budget=rng.choice([None, GOAL, TIGHT])),
+        group("a", SLOW, pipeline=2, share=0.5, budget=rng.choice([None, GOAL.of_share(2.0)])),
         group("b", SLOW, pipeline=3, share=0.25, device=7),
-        group("c", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL])),
+        group("c", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL, TIGHT])),
     ]
 
 
 def simulated(groups: list[SimulatedGroup], requests: list[Request]):
     """By the controller: owner, token times, and (group, tokens, when it left each stage) of every step."""
     taken, spans = [], {r.id: [] for r in requests}
-    owner = dict.fromkeys(spans, -1)
+    owner, seen = dict.fromkeys(spans, -1), set()
 
     def latency(batch: Batch) -> float:
         return groups[batch.group].share * groups[batch.group].step_time.seconds(batch.shape)
@@ -55,10 +60,12 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
     for event in events:
         if event.kind == "accepted":
             owner[event.request] = event.group
+        elif isinstance(event.detail, Unreachable):
+            seen.add("tbt" if event.detail.expected == np.inf else "ttft")
         elif event.kind == "tokens":
             for request, tokens in zip(event.detail.requests, event.detail.tokens, strict=True):
                 spans[request] += [event.time] * tokens
-    return owner, spans, taken, {event.kind for event in events}
+    return owner, spans, taken, seen | {event.kind for event in events}
 
 
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:
@@ -100,8 +107,8 @@ def test_it_decides_as_the_controller_does(policy, seed):
 
 
 def test_the_comparison_has_seen_it_all():
-    kinds = [simulated(*workload("sarathi_serve", seed))[3] for seed in range(6)]
-    assert set().union(*kinds) >= {"preempted", "rejected", "finished"}
+    kinds = [simulated(*workload(policy, seed))[3] for policy in ("sarathi_serve", "paceline") for seed in range(6)]
+    assert set().union(*kinds) >= {"preempted", "rejected", "finished", "ttft", "tbt"}
 
 
 def test_without_requests_nothing_happens():

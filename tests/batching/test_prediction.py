@@ -1,0 +1,148 @@
+"""Goals that can be met are met, others are refused at once; nobody's overload takes another model's turns."""
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from paceline.batching.budget import GoalBudget
+from paceline.batching.config import SchedulerConfig
+from paceline.controller import Controller, GroupConfig
+from paceline.core.batch import StepShape
+from paceline.core.events import Unreachable
+from paceline.core.request import SLO, Request
+from paceline.latency.step_time import StepTime
+from paceline.simulator.driver import FixedOutputs, simulate
+
+# about a small model on two cores: 11 ms a decode, 2,500 tokens/s of prompts
+STEP = StepTime(tuple(0.010 + n / 2500 for n in range(513)), 1e-4, 2e-4, 1e-7, 1e-3, 1e-7, 1e-8)
+LIMITS = SchedulerConfig(token_budget=256, max_batch=64, num_blocks=2048)
+SECONDS = 60.0
+
+
+def config(model: str, tbt: float | None = None, **options) -> GroupConfig:
+    budget = GoalBudget(STEP.linear, STEP.terms, 16, 128, 256, tbt, margin=0.05)
+    return GroupConfig((model,), LIMITS, budget=budget, **options)
+
+
+def traffic(rng: random.Random, model: str, rate: float, slo: SLO, seconds: float = SECONDS) -> list[Request]:
+    requests, now = [], 0.0
+    while (now := now + rng.expovariate(rate)) < seconds:
+        size = rng.choice([20, 60, 150, 400]), rng.choice([4, 20, 60])
+        requests.append(Request(f"{model}{len(requests)}", *size, now, model, slo))
+    return requests
+
+
+class Seen:
+    """What became of requests: first tokens, and the longest gap between tokens of each."""
+
+    def __init__(self, groups: list[GroupConfig], requests: list[Request]) -> None:
+        outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
+        events = simulate(Controller(groups), requests, lambda batch: STEP.seconds(batch.shape), outputs)
+        self.refused = {e.request: e.detail for e in events if e.kind == "rejected"}
+        times = defaultdict(list)
+        for event in events:
+            if event.kind == "tokens":
+                for request, tokens in zip(event.detail.requests, event.detail.tokens, strict=True):
+                    times[request] += [event.time] * tokens
+        self.admitted = [r for r in requests if r.id not in self.refused]
+        self.ttft = {r.id: times[r.id][0] - r.arrival for r in self.admitted}
+        self.gaps = {id: [b - a for a, b in zip(some, some[1:], strict=False)] for id, some in times.items()}
+
+    def met(self, model: str = "") -> list[bool]:
+        """Of each admitted request, whether its first token came in time."""
+        return [self.ttft[r.id] <= r.slo.ttft for r in self.admitted if r.model == model or not model]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_at_three_times_the_load_admitted_requests_meet_their_goals_and_as_many_do_as_could(pipeline):
+    goal = SLO(ttft=1.5)
+    rate, groups = 9.0, [config("a", admission=True, pipeline=pipeline)]  # about what one group can serve
+    calm = Seen(groups, traffic(random.Random(1), "a", rate, goal))
+    flood = Seen(groups, traffic(random.Random(1), "a", 3 * rate, goal))
+    assert len(calm.refused) < 0.2 * len(calm.admitted) and len(flood.refused) > 0.5 * len(flood.admitted)
+    assert all(isinstance(detail, Unreachable) and detail.expected > detail.goal for detail in flood.refused.values())
+    for seen in (calm, flood):
+        assert sum(seen.met()) >= 0.99 * len(seen.met())
+    assert sum(flood.met()) >= 0.95 * sum(calm.met())
+
+
+def test_without_admission_the_same_flood_drowns_everybody():
+    flood = Seen([config("a")], traffic(random.Random(1), "a", 27.0, SLO(ttft=1.5)))
+    assert not flood.refused and sum(flood.met()) < 0.5 * len(flood.met())
+
+
+def test_a_goal_between_tokens_bounds_how_many_run():
+    seen = Seen([config("a", 0.025, admission=True)], traffic(random.Random(2), "a", 15.0, SLO()))
+    assert any(detail.expected == float("inf") for detail in seen.refused.values())
+    gaps = sorted(gap for some in seen.gaps.values() for gap in some)
+    assert gaps[int(0.99 * len(gaps))] <= 0.025
+
+
+def test_requests_go_where_they_are_served_soonest():
+    """One group has few long prompts, the other many short ones."""
+    soon = SLO(ttft=20.0)
+    long = [Request(f"l{i}", 2000, 1, 0.0, "a", soon) for i in range(2)]
+    short = [Request(f"s{i}", 20, 40, 0.0, "b", soon) for i in range(6)]
+    late = Request("late", 50, 1, 0.001, "c", SLO(ttft=30.0))
+    groups = [config("a", admission=True), config("b", admission=True)]
+    groups = [GroupConfig((*g.models, "c"), g.scheduler, budget=g.budget, admission=True) for g in groups]
+    outputs = FixedOutputs({r.id: r.max_tokens for r in (*long, *short, late)})
+    events = simulate(Controller(groups), [*long, *short, late], lambda batch: STEP.seconds(batch.shape), outputs)
+    assert next(e.group for e in events if e.kind == "accepted" and e.request == "late") == 1
+
+
+def test_one_model_s_burst_does_not_take_another_s_turns():
+    """They share a device. `a` gets far more than it can serve, and nobody refuses any; `b` stays at its rate."""
+    calm, goal = traffic(random.Random(3), "b", 0.5, SLO(ttft=2.0)), 0.35
+    burst = [Request(f"a{i}", 300, 30, 10.0, "a", SLO(ttft=1.0)) for i in range(100)]
+    groups = [config("a", device=0), config("b", goal, device=0)]
+    requests = sorted([*calm, *burst], key=lambda r: r.arrival)
+    alone, both = Seen(groups, calm), Seen(groups, requests)
+    assert all(alone.met("b")) and sum(both.met("b")) >= 0.95 * len(both.met("b"))
+    assert sum(both.met("a")) < 50
+    gaps = sorted(gap for id, some in both.gaps.items() if id.startswith("b") for gap in some)
+    assert gaps[int(0.95 * len(gaps))] <= goal
+
+
+def test_where_there_is_slack_the_hurried_model_goes_first():
+    """`b` wants its tokens within 40 ms, `a` whenever: `a`'s steps fill what `b` leaves."""
+    a = [Request(f"a{i}", 400, 200, 0.0, "a") for i in range(8)]
+    b = [Request("b", 50, 200, 1.0, "b", SLO(ttft=0.5, tbt=0.2))]
+    seen = Seen([config("a", device=0), config("b", 0.2, device=0)], [*a, *b])
+    turns = Counter(round(gap, 2) > 0.2 for gap in seen.gaps["b"])
+    assert turns[True] <= 0.05 * len(seen.gaps["b"])
+
+
+def test_nobody_guesses_without_a_profile():
+    controller = Controller([GroupConfig(("a",), LIMITS, admission=True)])
+    assert controller.groups[0].scheduler.first_token(Request("x", 10, 1), 0.0) == 0.0
+    assert controller.groups[0].scheduler.turn() == 0.0
+
+
+def test_the_prediction_is_late_rather_than_early():
+    """Of all requests in a busy minute, hardly any comes later than was said when it arrived."""
+    requests = traffic(random.Random(5), "a", 9.0, SLO(ttft=100.0))
+    controller = Controller([config("a", admission=True)])
+    said, submit = {}, controller.submit
+
+    def noted(request: Request, now: float, admitted: bool = False):
+        said[request.id] = controller.groups[0].scheduler.first_token(request, 0.0)
+        return submit(request, now, admitted)
+
+    controller.submit = noted
+    outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
+    events = simulate(controller, requests, lambda batch: STEP.seconds(batch.shape), outputs)
+    came = {}
+    for event in events:
+        if event.kind == "tokens":
+            for request, tokens in zip(event.detail.requests, event.detail.tokens, strict=True):
+                if tokens:
+                    came.setdefault(request, event.time)
+    ratios = sorted((came[r.id] - r.arrival) / said[r.id] for r in requests)
+    assert ratios[int(0.98 * len(ratios))] <= 1.05
+    assert ratios[len(ratios) // 2] > 0.4, "and not so late that nobody is admitted"
+
+
+def test_the_shape_is_the_profile_s():
+    assert STEP.seconds(StepShape().add(0, 100, True)) == pytest.approx(0.0511, abs=0.002)
