@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from paceline.core.cluster import Parallel
+from paceline.engine import exchange
 from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.exchange import Exchange
 from paceline.engine.job import Job
 from paceline.placement.partition import cut
 
@@ -159,14 +162,30 @@ class Peers:
         self._begin = place.stage * tensor  # the first worker of this stage
         groups = [dist.new_group(range(s * tensor, (s + 1) * tensor)) for s in range(place.parallel.pipeline)]
         self._stage = groups[place.stage]
+        self._exchange: Exchange | None = None
+        if tensor > 1 and device == "cpu" and meeting.startswith("file://") and exchange.possible():
+            self._exchange = self._shared(f"{Path(meeting).name}-{place.stage}")
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # on their way
 
     # Within a stage
 
+    def _shared(self, name: str) -> Exchange:
+        place = self.place
+        if place.rank:
+            dist.barrier(self._stage)  # rank 0 has made the file
+        found = Exchange(name, place.rank, place.parallel.tensor)
+        if not place.rank:
+            dist.barrier(self._stage)
+        dist.barrier(self._stage)  # all have it
+        if not place.rank:
+            found.path.unlink()
+        return found
+
     def sum_(self, x: Tensor) -> Tensor:
         """Over the ranks, in place."""
-        if self.place.parallel.tensor > 1:
-            dist.all_reduce(x, group=self._stage)
+        if self._exchange is not None:
+            return self._exchange.sum_(x)
+        dist.all_reduce(x, group=self._stage)
         return x
 
     def gather(self, logits: Tensor, vocabulary: int) -> Tensor | None:
@@ -177,13 +196,16 @@ class Peers:
         width = -(-vocabulary // ranks)
         even = logits.new_zeros(logits.shape[0], width)
         even[:, : logits.shape[1]] = logits
-        root = self.place.rank == 0
-        parts = [torch.empty_like(even) for _ in range(ranks)] if root else None
-        dist.gather(even, parts, self._begin, group=self._stage)
-        if parts is None:
+        if self._exchange is not None:
+            every = self._exchange.gather(even)
+        else:
+            parts = [torch.empty_like(even) for _ in range(ranks)] if self.place.rank == 0 else None
+            dist.gather(even, parts, self._begin, group=self._stage)
+            every = parts and torch.cat(parts, dim=1)
+        if every is None:
             return None
         bounds = pairwise(vocabulary * n // ranks for n in range(ranks + 1))
-        return torch.cat([part[:, : end - begin] for part, (begin, end) in zip(parts, bounds, strict=True)], dim=1)
+        return torch.cat([every[:, n * width : n * width + b - a] for n, (a, b) in enumerate(bounds)], dim=1)
 
     # Between stages
 

@@ -1,0 +1,62 @@
+"""Numbers of several ranks in shared memory: real processes, pieces larger than the memory, nothing left behind."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.engine import exchange
+
+RANK = """
+import sys, torch
+from paceline.engine import exchange
+exchange.FLOATS = 1000
+name, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+if rank:
+    sys.stdin.readline()
+shared = exchange.Exchange(name, rank, ranks)
+print("made", flush=True)
+sys.stdin.readline()
+for turn in range(200):
+    x = torch.arange(2500.0) * (rank + 1) + turn
+    shared.sum_(x)
+    expected = torch.arange(2500.0) * sum(range(1, ranks + 1)) + turn * ranks
+    assert torch.equal(x, expected), turn
+    rows = torch.full((7, 300), float(rank)) + torch.arange(7.0)[:, None] + turn
+    got = shared.gather(rows)
+    assert (got is None) == (rank > 0)
+    if got is not None:
+        assert got.shape == (7, 300 * ranks)
+        for other in range(ranks):
+            part = got[:, 300 * other : 300 * (other + 1)]
+            assert torch.equal(part, rows + other - rank), turn
+print("done", flush=True)
+"""
+
+
+@pytest.mark.skipif(not exchange.possible(), reason="needs x86 and /dev/shm")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sums_and_rows_of_all_ranks(ranks: int, tmp_path: Path) -> None:
+    name = f"paceline-test-{tmp_path.name}-{ranks}"
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = [sys.executable, str(script), name]
+    pipe = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    processes = [subprocess.Popen([*command, str(rank), str(ranks)], **pipe) for rank in range(ranks)]
+    try:
+        assert processes[0].stdout.readline() == "made\n"
+        for process in processes[1:]:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "made\n"
+        (exchange.FOLDER / name).unlink()
+        for process in processes:
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        for process in processes:
+            assert process.communicate(timeout=100)[0] == "done\n"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
