@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test lint bench bench-exactness models install clean
+CHAOS ?= 20  # faults
+
+.PHONY: serve test chaos lint bench bench-exactness models install clean
 
 serve: install
 	$(BIN)/paceline serve $(ARGS)
@@ -17,6 +19,9 @@ test: $(VENV)/test-installed
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+chaos: $(VENV)/test-installed
+	OMP_WAIT_POLICY=passive PACELINE_CHAOS=$(CHAOS) $(BIN)/python -m pytest tests/chaos $(ARGS)
 
 bench: $(VENV)/test-installed
 	$(BIN)/python -m benchmarks $(ARGS)

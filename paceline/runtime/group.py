@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from paceline.batching.budget import GoalBudget
 from paceline.core.batch import Batch, StepResult, StepShape
@@ -127,7 +128,7 @@ class ModelGroup:
     def _leave(self) -> set[RunningSequence]:
         """Gives the controller back what was here; returns the sequences that a worker was computing."""
         flights = list(self._flying.values())
-        running = {seq for flight in flights if flight.sent for _, seq in flight.parts[0]}
+        running = {seq for flight in flights if flight.sent and flight.parts for _, seq in flight.parts[0]}
         self._dropped.clear()
         for seq in self.own():
             seq.lose_worker()
@@ -189,8 +190,11 @@ class ModelGroup:
         if flight.parts:
             self._send(flight.batch, flight.parts[0])
             return
-        self._land([flight])
-        self._report(flight, received)
+        # batches land in the order in which they were composed, as in a pipeline
+        done = list(takewhile(lambda one: not one.parts, self._flying.values()))
+        self._land(done)
+        for one in done:
+            self._report(one, received)
 
     def _land(self, flights: list[Flight]) -> None:
         """Completes batches, all in one turn; after a crash only the parts that were done have results."""

@@ -22,7 +22,7 @@ from paceline.runtime.api import GoalUnreachable, Overloaded, TooLong, Unavailab
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.simulator.driver import replay
-from tests.runtime.toy_worker import CRASH, CRASH_ONCE, HANG, POISON, next_token
+from tests.runtime.toy_worker import CRASH, CRASH_ONCE, HANG, POISON, RAISE, next_token
 
 
 class Collector:
@@ -259,12 +259,13 @@ async def test_a_worker_that_dies_by_itself_is_replaced(tmp_path):
         assert sink.tokens == expected([CRASH_ONCE, 2], 20) and not sink.error
 
 
-async def test_only_the_request_that_kills_workers_fails():
+@pytest.mark.parametrize("fault", [CRASH, RAISE])
+async def test_only_the_request_that_kills_workers_fails(fault):
     async with fleet() as running:
         good, bad = Collector(), Collector()
         running.submit("toy", [1, 2], SamplingParams(max_tokens=200), good)
         await until(lambda: len(good.tokens) > 3)
-        running.submit("toy", [CRASH], SamplingParams(max_tokens=5), bad)
+        running.submit("toy", [fault], SamplingParams(max_tokens=5), bad)
         await bad.done.wait()
         assert "more than once" in bad.error
         await good.done.wait()

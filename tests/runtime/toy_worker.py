@@ -1,7 +1,7 @@
 """A real worker process around a toy model, whose KV cache holds token ids, so that every wrong block is seen.
 
 The next token is a function of all tokens before it as read *from the cache*. Special prompt tokens cause faults:
-CRASH ends the process, POISON fails the sequence, HANG stops all progress.
+CRASH ends the process, RAISE ends it by an exception, POISON fails the sequence, HANG stops all progress.
 """
 
 import json
@@ -13,7 +13,7 @@ import zlib
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.worker import serve
 
-CRASH, POISON, HANG, CRASH_ONCE = 901, 902, 903, 904
+CRASH, POISON, HANG, CRASH_ONCE, RAISE = range(901, 906)
 VOCAB = 900
 
 
@@ -60,6 +60,8 @@ class ToyEngine:
     def fault(self, tokens: list[int]) -> None:
         if CRASH in tokens:
             os._exit(9)
+        if RAISE in tokens:
+            raise RuntimeError("raised")
         if CRASH_ONCE in tokens and len(tokens) >= 10 and not os.path.exists(self.marker):
             open(self.marker, "w").close()
             os._exit(9)
