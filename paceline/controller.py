@@ -4,6 +4,7 @@ Both drivers, the simulator and the runtime, do nothing but `turn` at the times 
 to repeat every decision.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from paceline.batching.budget import GoalBudget
 from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import policy
+from paceline.batching.residency import Loaded, gives_way
 from paceline.batching.scheduler import Scheduler
 from paceline.batching.sharing import next_in_turn, soonest
 from paceline.batching.state import NONE
@@ -33,6 +35,9 @@ class GroupConfig:
     predict: Callable[[StepShape], float] | None = None  # seconds of a step on a machine at its usual pace
     lookahead: Callable[[], Lookahead] | None = None  # how many tokens to draft; None: as many as there is room for
     admission: bool = False  # requests go where they are served soonest; goals that no group can meet are rejected
+    slots: int | None = None  # models that the device holds at a time, the same for all its groups; None: all
+    resident: bool = True  # it is loaded at the start
+    load_s: float = 0.0  # seconds that loading it takes, as far as is known
     device: int | None = None  # groups with the same one share its stages, a step at a time; None: nobody else's
 
     def __post_init__(self) -> None:
@@ -45,7 +50,10 @@ class GroupState:
     config: GroupConfig
     scheduler: Scheduler
     served: int = 0  # when it had its last step, of those that share a device
-    up: bool = True  # it has workers
+    up: bool = True  # it has workers, and they have the model
+    resident: bool = True  # the model is loaded, or coming
+    since: float = -math.inf  # when that was decided
+    load_s: float = 0.0
 
 
 class Controller:
@@ -58,6 +66,9 @@ class Controller:
                 Scheduler(
                     g.scheduler, policy(g.policy), g.budget, g.pipeline, g.predict, g.lookahead and g.lookahead()
                 ),
+                up=g.resident,
+                resident=g.resident,
+                load_s=g.load_s,
             )
             for g in groups
         ]
@@ -87,14 +98,16 @@ class Controller:
                     self.groups[group].scheduler.advance(batch_id)
                 case Lost(group):
                     events += self.lose(group, now)
-                case Back(group):
+                case Back(group, load_s):
                     self.groups[group].up = True
+                    self.groups[group].load_s = load_s or self.groups[group].load_s
                 case Submit(request, admitted):
                     events += self.submit(request, now, admitted)
                 case Cancel(request_id):
                     events += self.cancel(request_id, now)
         batches = []
         for lanes in self._lanes:
+            events += self._swap(lanes, now)
             while batch := self._next_of(lanes, now):
                 batches.append(batch)
                 events += self._preempted(batch.group, now)
@@ -102,6 +115,29 @@ class Controller:
             for index in lanes:
                 events += self._preempted(index, now)
         return events, batches
+
+    def _swap(self, lanes: list[int], now: float) -> list[Event]:
+        """Has models loaded that are asked for, where the device does not hold all (`batching.residency`)."""
+        slots, events = self.groups[lanes[0]].config.slots, list[Event]()
+        if slots is None:
+            return events
+        asked = [i for i in lanes if not self.groups[i].resident and self.groups[i].scheduler.num_waiting]
+        first = {i: min(sequence.request.arrival for sequence in self.groups[i].scheduler.waiting) for i in asked}
+        for i in sorted(asked, key=lambda i: (first[i], i)):
+            loaded = [
+                Loaded(j, g.scheduler.num_sequences, g.scheduler.landed, g.since, g.up)
+                for j in lanes
+                if (g := self.groups[j]).resident
+            ]
+            if len(loaded) >= slots:
+                gone = gives_way(loaded, now - first[i], now)
+                if gone < 0:
+                    break
+                self.groups[gone].resident = False
+                events += [*self.lose(gone, now), Event("unload", now, gone)]
+            self.groups[i].resident, self.groups[i].since = True, now
+            events.append(Event("load", now, i))
+        return events
 
     def _next_of(self, lanes: list[int], now: float) -> Batch | None:
         """The next step of the groups that share a device (`sharing.next_in_turn`)."""
@@ -152,19 +188,23 @@ class Controller:
         reasons = [self._refusal(group, request, admitted) for group in groups]
         able = [not reason for reason in reasons]
         up = [free and group.up for free, group in zip(able, groups, strict=True)]
+        cold = [free and not group.resident for free, group in zip(able, groups, strict=True)]
         queued = [group.scheduler.num_sequences for group in groups]
         expected = [
             self._expected(i, request) if free and group.config.admission else 0.0
             for i, free, group in zip(hosts, able, groups, strict=True)
         ]
-        chosen = max(0, plain(soonest)(expected, queued, up if any(up) else able))
+        chosen = max(0, plain(soonest)(expected, queued, up if any(up) else cold if any(cold) else able))
         return hosts[chosen], reasons[chosen], expected[chosen]
 
     def _expected(self, group: int, request: Request) -> float:
         """Seconds until its first token, with the turns of the others on the group's device."""
         lanes = self._lanes[self._lane_of[group]]
-        others = sum(self.groups[i].scheduler.turn() for i in lanes if i != group)
-        return self.groups[group].scheduler.first_token(request, others)
+        others, state = sum(self.groups[i].scheduler.turn() for i in lanes if i != group), self.groups[group]
+        expected = state.scheduler.first_token(request, others)
+        if not state.up and expected:
+            expected += max(0.0, state.load_s - (request.arrival - state.since if state.resident else 0.0))
+        return expected
 
     def _refusal(self, group: GroupState, request: Request, admitted: bool) -> str:
         """Why the group cannot take the request; empty: it can."""

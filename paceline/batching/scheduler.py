@@ -165,6 +165,11 @@ class Scheduler:
         return int(_num_free(self.state))
 
     @property
+    def landed(self) -> float:
+        """When its last step was complete."""
+        return float(self.state.factors[LANDED])
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache saved, ever."""
         return int(self.state.now[CACHED_TOKENS])

@@ -1,20 +1,30 @@
 """Which groups of devices are started, with which models: as a placement says, as is planned, or one a model."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+from msgspec.structs import replace
+
+from paceline.batching.config import SchedulerConfig
 from paceline.cli.drafting import lookahead
 from paceline.cli.fleet_file import FleetFile
 from paceline.cli.models import Model
 from paceline.cli.planning import load_placement, planned, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import Parallel, Placement
+from paceline.engine.config import ModelConfig
 from paceline.placement.search import plan as search
 from paceline.runtime.fleet import WorkerGroup
 from paceline.runtime.group import ServedModel
 
 EVALUATIONS = 30  # of local search in planning, where every one simulates steps: `paceline plan` takes more
+OVERHEAD = 640 << 20  # bytes of a worker beside its models: interpreter, libraries, the largest step
+KV_SHARE = 0.25  # of the rest, at least, is for keys and values
+BLOCK_SIZE = SchedulerConfig().block_size
 Limits = dict[str, int | None]
 
 
@@ -44,16 +54,21 @@ def read_placement(path: Path, file: FleetFile | None) -> Placement:
 
 
 def plan(file: FleetFile, profile: Path | None, threads: int) -> Placement:
-    """For the traffic that the fleet file expects. Raises ValueError for models that nobody has measured."""
+    """For the traffic that the fleet file expects. Models for which there is no memory are loaded by need.
+
+    Raises ValueError for models that nobody has measured.
+    """
     known = planned(file, profile, threads)
     expected = traffic(file, known, None, None, 0)
     problem = known.problem(expected)
     effort = {"effort": EVALUATIONS * len(expected)} if known.stepwise else {}
     choice = search(problem, **effort)
-    left_out = [name for name, placed in zip(known.names, choice.member.any(0), strict=True) if not placed]
-    if left_out:
-        raise ValueError(f"cluster.memory: is not enough for {', '.join(left_out)}")
-    return problem.placement(choice.shape, choice.member)
+    placement = problem.placement(choice.shape, choice.member)
+    for m in np.flatnonzero(~choice.member.any(0)):  # no memory is left for it: it shares what the emptiest group has
+        least = min(placement.groups, key=lambda group: len(group.models))
+        more = dataclasses.replace(least, models=(*least.models, known.names[m]))
+        placement = Placement(tuple(more if group is least else group for group in placement.groups))
+    return placement
 
 
 def threads_of(devices: int | None) -> int | None:
@@ -75,11 +90,53 @@ def worker_groups(models: Sequence[Model], placement: Placement | None, limits: 
 def worker_group(
     models: Sequence[Model], limits: Limits, parallel: Parallel = Parallel()  # noqa: B008
 ) -> WorkerGroup:
-    """Models that share the workers of a group, and what each leaves of the memory for KV: an equal part."""
-    left = range(len(models), 0, -1)
-    options = (worker_options(model, limits, 1 / count) for model, count in zip(models, left, strict=True))
-    command = GroupOptions(tuple(options), parallel).command
-    return WorkerGroup(tuple(group_model(model, parallel) for model in models), command, parallel)
+    """Models that share the workers of a group, and what each leaves of the memory for KV: an equal part.
+
+    Where the memory does not hold all of them, as many as it does are loaded at a time.
+    """
+    memory, served = limits["memory"], [group_model(model, parallel) for model in models]
+    slots = slots_of([weight_bytes(model) / parallel.devices for model in models], memory) if memory else None
+    if slots is None:
+        left = range(len(models), 0, -1)
+        options = [worker_options(model, limits, 1 / count) for model, count in zip(models, left, strict=True)]
+    else:
+        assert memory
+        sizes = sorted(weight_bytes(model) / parallel.devices for model in models)
+        room = (memory - OVERHEAD - sum(sizes[-slots:])) / slots
+        blocks = [limits["num_blocks"] or kv_blocks(model, room, parallel) for model in models]
+        options = [
+            replace(worker_options(model, limits, 1.0), num_blocks=some)
+            for model, some in zip(models, blocks, strict=True)
+        ]
+        served = [dataclasses.replace(one, slots=slots, resident=n < slots) for n, one in enumerate(served)]
+    return WorkerGroup(tuple(served), GroupOptions(tuple(options), parallel).command, parallel)
+
+
+def slots_of(sizes: Sequence[float], memory: int) -> int | None:
+    """How many models of so many bytes each are held at a time, whichever; None: all. Raises ValueError if not one."""
+    usable = (memory - OVERHEAD) * (1 - KV_SHARE)
+    if sum(sizes) <= usable:
+        return None
+    largest = list(accumulate(sorted(sizes, reverse=True)))
+    if largest[0] > usable:
+        raise ValueError(
+            f"memory: {memory >> 20} MiB for a worker are too few for a model of {int(largest[0]) >> 20} MiB, "
+            f"{OVERHEAD >> 20} MiB beside models and {KV_SHARE:.0%} for keys and values"
+        )
+    return sum(size <= usable for size in largest)
+
+
+def weight_bytes(model: Model) -> int:
+    """Of the whole model."""
+    return (model.encoder or ModelConfig.load(model.path)).weight_bytes(model.quantization)
+
+
+def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:
+    """That so many bytes of each worker hold; None for models without."""
+    if model.encoder:
+        return None
+    per_token = ModelConfig.load(model.path).kv_bytes_per_token / parallel.devices
+    return max(1, int(room / (per_token * BLOCK_SIZE)))
 
 
 def worker_options(model: Model, limits: Limits, share: float) -> WorkerOptions:

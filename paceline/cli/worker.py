@@ -42,6 +42,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parallel: Parallel = Parallel()  # noqa: RUF009
     number: int = 0
     meeting: str = ""
+    resident: tuple[bool, ...] = ()  # models that stay loaded; empty: all
+    check: bool = True
 
     def command(self, seat: Seat) -> list[str]:
         """Arguments to the Python interpreter."""
@@ -49,18 +51,21 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             options if blocks is None else msgspec.structs.replace(options, num_blocks=blocks)
             for options, blocks in zip(self.models, seat.num_blocks, strict=True)
         )
-        own = msgspec.structs.replace(self, models=models, number=seat.number, meeting=seat.meeting)
+        own = msgspec.structs.replace(
+            self, models=models, number=seat.number, meeting=seat.meeting, resident=seat.resident, check=seat.check
+        )
         return ["-m", "paceline.cli.worker", msgspec.json.encode(own).decode()]
 
 
 def main(arguments: list[str]) -> int:
     group = msgspec.json.decode(arguments[0], type=GroupOptions)
-    return serve(int(arguments[1]), loads(group))
+    return serve(int(arguments[1]), loads(group), group.resident, group.check)
 
 
 def loads(group: GroupOptions) -> list[Load]:
-    """How each of the models is loaded, one after the other: with room left for the weights of those after it."""
-    peers = None
+    """How each of the models is loaded, one after the other: with room left for the weights of those after it, and
+    again with as many KV blocks as the first time."""
+    peers, blocks = None, {}
 
     def load(index: int, options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
         nonlocal peers
@@ -75,7 +80,10 @@ def loads(group: GroupOptions) -> list[Load]:
             with suppress(ValueError):  # it will say so itself
                 later += weight_bytes(Path(other.path), place, other.quantization)
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name != "path"}
-        return load_engine(Path(options.path), progress=progress, peers=peers, reserve=later, **fields)
+        fields["num_blocks"] = blocks.get(index, options.num_blocks)
+        engine = load_engine(Path(options.path), progress=progress, peers=peers, reserve=later, **fields)
+        blocks[index] = engine.info.num_blocks
+        return engine
 
     return [partial(load, index, options) for index, options in enumerate(group.models)]
 

@@ -37,9 +37,10 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """A lost group's workers are there again."""
+    """A lost group's workers are there again, or have loaded its model, which took so many seconds."""
 
     group: int
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Unreachable(NamedTuple):
 class Event(NamedTuple):
     """Something that a controller decided or noted, at `time` seconds."""
 
-    kind: str  # accepted rejected started preempted moved tokens finished cancelled failed
+    kind: str  # accepted rejected started preempted moved load unload tokens finished cancelled failed
     time: float
     group: int
     request: str = ""  # the batch's number, where it is about a batch ("started", "tokens")

@@ -44,5 +44,5 @@ def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
         case "Lost":
             return Lost(fields["group"])
         case "Back":
-            return Back(fields["group"])
+            return Back(**fields)
     raise ValueError(f"log: unknown input {kind!r}; known are Submit, Complete, Advance, Cancel, Lost, Back")

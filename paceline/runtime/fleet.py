@@ -115,7 +115,7 @@ class LocalFleet:
         self.driver = Driver(controller, self._execute, self._notice, time.monotonic, recorder)
         for group in self.groups:
             group.driver = self.driver
-            if group.state != "ready":
+            if group.state not in ("ready", "cold"):
                 self.driver.post(Lost(group.index))
 
     async def drain(self) -> None:
@@ -155,6 +155,9 @@ class LocalFleet:
             lookahead=group.config.lookahead,
             pipeline=group.workers.parallel.pipeline,
             admission=True,
+            slots=group.config.slots,
+            resident=group.config.resident,
+            load_s=group.load_s,
             device=self.workers.index(group.workers),
         )
 
@@ -231,7 +234,7 @@ class LocalFleet:
 
     def status(self) -> list[ModelStatus]:
         """Of each model at the group that is best off."""
-        order = ("ready", "restarting", "loading", "stopped", "failed")
+        order = ("ready", "cold", "restarting", "loading", "stopped", "failed")
         best = [min(hosts, key=lambda group: order.index(group.state)) for hosts in self._hosts.values()]
         return [ModelStatus(group.config.name, group.state, group.reason, group.info) for group in best]
 
@@ -274,6 +277,10 @@ class LocalFleet:
         for event in events:
             if event.kind == "finished":
                 self._finished.append(event.time)
+            elif event.kind == "load":
+                self.groups[event.group].load()
+            elif event.kind == "unload":
+                self.groups[event.group].unload()
         for observer in self.observers:
             observer.on_events(events)
         if not self.sequences:

@@ -15,7 +15,7 @@ from paceline.core.request import NO_SLO, SLO
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.api import Drafted, StepRecord
 from paceline.runtime.driver import Driver
-from paceline.runtime.messages import Step, StepDone
+from paceline.runtime.messages import Load, Step, StepDone, Unload
 from paceline.runtime.sequence import RunningSequence
 from paceline.runtime.workers import Workers
 
@@ -36,6 +36,8 @@ class ServedModel:
     predict: Callable[[StepShape], float] | None = None  # seconds of a step
     max_draft_tokens: int = 0  # of a sequence in a step; 0: nobody drafts
     lookahead: Callable[[], Lookahead] | None = None  # chooses how many
+    resident: bool = True  # it is loaded at the start
+    slots: int | None = None  # models that the workers hold at a time; None: all
     one_shot: bool = False  # an encoder: whole prompts only, no prefix of them is kept, and no place for an answer
 
 
@@ -74,6 +76,7 @@ class ModelGroup:
         self.reason = ""  # why it failed
         self.bad_input = False  # failed because of what the user gave
         self.info: EngineInfo | None = None
+        self.resident, self.load_s = config.resident, 0.0
         self.driver: Driver | None = None  # set by the fleet when every group is loaded
         self.settled = asyncio.Event()  # loaded, or failed for good
         self._shares = workers.parallel.devices > 1  # there are workers that do not sample
@@ -84,8 +87,10 @@ class ModelGroup:
 
     @property
     def state(self) -> str:
-        """loading, ready, restarting, failed or stopped."""
-        return "failed" if self.reason else self.workers.state
+        """loading, ready, cold (to be loaded by need), restarting, failed or stopped."""
+        if self.reason:
+            return "failed"
+        return "cold" if self.workers.state == "ready" and not self.resident else self.workers.state
 
     def own(self) -> list[RunningSequence]:
         """The sequences that the controller has here, in the order in which they came."""
@@ -101,8 +106,8 @@ class ModelGroup:
 
     def ready(self) -> None:
         self.settled.set()
-        if self.driver:
-            self.driver.post(Back(self.index))
+        if self.driver and self.resident:
+            self.driver.post(Back(self.index, self.load_s))
 
     def lost(self) -> None:
         """Nothing is at the workers any more. A sequence that ran in three that died, and got nowhere, fails."""
@@ -137,6 +142,22 @@ class ModelGroup:
             self._land(flights)
         return running
 
+    # What the controller decides
+
+    def load(self) -> None:
+        """The model is to be loaded; where the workers are just starting, they do it then."""
+        self.resident = True
+        self.workers.send(Load(self.number))
+
+    def unload(self) -> None:
+        """The controller has lost what was here."""
+        self.resident = False
+        self._flying.clear()
+        self._dropped.clear()
+        for seq in self.own():
+            seq.lose_worker()
+        self.workers.send(Unload(self.number))
+
     # Steps
 
     def execute(self, batch: Batch) -> None:
@@ -167,14 +188,16 @@ class ModelGroup:
             before.append(flight)
 
     def _send(self, batch: Batch, part: Part) -> None:
-        new = [seq.introduce(self) for _, seq in part if not seq.worker]
+        new = [seq.introduce(self) for _, seq in part if seq.worker is not self]
         work = [seq.work(batch, index, self._shares) for index, seq in part]
         self.workers.send(Step(self.number, batch.id, new, work, self._dropped))
         self._dropped = []
 
     def stepped(self, message: StepDone) -> None:
         """Takes a step's outputs, lets the controller decide on the next one, then tells the sinks."""
-        flight = self._flying[message.batch]
+        flight = self._flying.get(message.batch)
+        if flight is None:  # the model was unloaded meanwhile
+            return
         received = time.perf_counter()
         for (index, seq), output in zip(flight.parts.popleft(), message.outputs, strict=True):
             if self.sequences.get(seq.id) is seq:

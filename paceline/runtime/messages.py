@@ -18,6 +18,18 @@ class Step(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     dropped: list[int]
 
 
+class Load(msgspec.Struct, array_like=True, frozen=True, tag="load"):
+    """Load a model, beside the steps of others; Ready or Failed follows."""
+
+    model: int
+
+
+class Unload(msgspec.Struct, array_like=True, frozen=True, tag="unload"):
+    """Forget a model and all its sequences."""
+
+    model: int
+
+
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
     """Leave the loop and exit 0."""
 
@@ -52,10 +64,11 @@ class Loading(msgspec.Struct, array_like=True, frozen=True, tag="loading"):
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
-    """A model is loaded and its KV pool allocated."""
+    """A model is loaded and its KV pool allocated, in so many seconds."""
 
     model: int
     info: EngineInfo
+    load_s: float
 
 
 class Heartbeat(msgspec.Struct, array_like=True, frozen=True, tag="beat"):
@@ -73,7 +86,7 @@ class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     bad_input: bool
 
 
-ToWorker = Step | Shutdown
+ToWorker = Step | Load | Unload | Shutdown
 FromWorker = StepDone | Advanced | Loading | Ready | Heartbeat | Failed
 
 encode = msgspec.msgpack.Encoder().encode

@@ -71,7 +71,7 @@ class RunningSequence:
         self.crashes = 0  # workers that died while they ran it, since it last got on
 
     def introduce(self, worker: Worker) -> NewSequence:
-        self.worker, self.tokens_sent = worker, len(self.tokens)
+        self.worker, self.tokens_sent, self.blocks_sent = worker, len(self.tokens), 0
         return NewSequence(self.handle, list(self.tokens), self.num_prompt, self.params)
 
     def work(self, batch: Batch, index: int, tokens: bool = False) -> SliceWork:

@@ -27,6 +27,8 @@ class Seat:
     number: int  # in its group
     meeting: str  # a URL at which the group's workers find each other; empty: it is alone
     num_blocks: tuple[int | None, ...]  # KV blocks by model, as workers before had them
+    resident: tuple[bool, ...]  # which models it is to keep
+    check: bool  # the others are to be loaded once, to see whether they can be
 
 
 Command = Callable[[Seat], list[str]]  # arguments to the Python interpreter
@@ -36,6 +38,8 @@ class Guest(Protocol):
     """A model on these workers, as they see it: told of what concerns it (`runtime.group.ModelGroup`)."""
 
     info: EngineInfo | None  # of what answers for the group; sizes in bytes are sums over its workers
+    resident: bool  # it is to be loaded
+    load_s: float  # seconds that it took last
 
     def loading(self, done: int, total: int) -> None: ...
     def ready(self) -> None: ...
@@ -55,15 +59,18 @@ class Workers:
         self._processes: list[WorkerProcess] = []
         self._infos: list[dict[int, EngineInfo]] = []  # by model, of each process
         self._failed: set[int] = set()  # models
+        self._awaited: set[int] = set()  # models that have to be loaded before any step
         self._restarts = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._folder: Path | None = None
 
     async def start(self) -> None:
         blocks = tuple(guest.info.num_blocks if guest.info else None for guest in self.guests)
+        resident, check = tuple(guest.resident for guest in self.guests), self.state == "loading"
+        self._awaited = {m for m, stays in enumerate(resident) if (stays or check) and m not in self._failed}
         self._processes, meeting = [], self._meeting()
         for number in range(self.parallel.devices):
-            command = self.command(Seat(number, meeting, blocks))
+            command = self.command(Seat(number, meeting, blocks, resident, check))
             self._processes.append(WorkerProcess(command, self._receive, self._exited))
         self._infos = [{} for _ in self.guests]
         try:
@@ -156,35 +163,43 @@ class Workers:
             case Loading(model, done, total):
                 if process is self._processes[-1]:
                     self.guests[model].loading(done, total)
-            case Ready(model, info):
-                self._loaded(model, self._processes.index(process), info)
+            case Ready(model, info, load_s):
+                self._loaded(model, self._processes.index(process), info, load_s)
             case Failed(model, reason, bad_input):
                 if model not in self._failed:
                     self._failed.add(model)
                     self.guests[model].failed(reason, bad_input)
+                self._awaited.discard(model)
                 self._see_whether_ready()
 
-    def _loaded(self, model: int, number: int, info: EngineInfo) -> None:
+    def _loaded(self, model: int, number: int, info: EngineInfo, load_s: float) -> None:
         infos, guest = self._infos[model], self.guests[model]
         infos[number] = info
-        if len(infos) == self.parallel.devices and model not in self._failed:
-            sizes = ("weight_bytes", "kv_bytes", "planned_bytes")
-            whole = {size: sum(getattr(one, size) for one in infos.values()) for size in sizes}
-            guest.info = guest.info or replace(info, **whole)
-        self._see_whether_ready()
+        if len(infos) < self.parallel.devices or model in self._failed:
+            return
+        sizes = ("weight_bytes", "kv_bytes", "planned_bytes")
+        whole = {size: sum(getattr(one, size) for one in infos.values()) for size in sizes}
+        guest.info = guest.info or replace(info, **whole)
+        infos.clear()
+        guest.load_s = load_s
+        self._awaited.discard(model)
+        if self.state == "ready":
+            guest.ready()
+        else:
+            self._see_whether_ready()
 
     def _see_whether_ready(self) -> None:
-        """They are when every model is loaded by all or has failed."""
-        models = range(len(self.guests))
-        if all(m in self._failed or len(self._infos[m]) == self.parallel.devices for m in models):
-            if len(self._failed) == len(self.guests):
-                self.state, gone, self._processes = "failed", self._processes, []
-                self._task(_end(gone))
-                return
-            self.state = "ready"
-            for model, guest in enumerate(self.guests):
-                if model not in self._failed:
-                    guest.ready()
+        """They are when every model that is to be there is loaded by all or has failed."""
+        if self._awaited or self.state in ("ready", "failed"):
+            return
+        if len(self._failed) == len(self.guests):
+            self.state, gone, self._processes = "failed", self._processes, []
+            self._task(_end(gone))
+            return
+        self.state = "ready"
+        for model, guest in enumerate(self.guests):
+            if model not in self._failed:
+                guest.ready()
 
 
 async def _end(processes: Sequence[WorkerProcess]) -> None:

@@ -5,10 +5,20 @@ import json
 import pytest
 
 from paceline.cli import fleet_file
-from paceline.cli.groups import devices_of, read_placement, worker_groups
+from paceline.cli.groups import (
+    KV_SHARE,
+    OVERHEAD,
+    devices_of,
+    read_placement,
+    slots_of,
+    weight_bytes,
+    worker_group,
+    worker_groups,
+)
 from paceline.cli.models import find_models
 from paceline.cli.planning import load_placement
 from paceline.core.cluster import Parallel
+from paceline.engine.config import ModelConfig
 from paceline.runtime.workers import Seat
 from tests.cli.test_fleet_file import GOOD, write
 
@@ -32,8 +42,9 @@ def test_a_placement_says_which_models_share_which_workers(tmp_path):
     first, second = worker_groups(find_models([str(fleet)], []), places, LIMITS)
     assert (first.parallel, second.parallel) == (Parallel(2, 1), Parallel())
     assert [[model.name for model in group.models] for group in (first, second)] == [["a", "b"], ["b"]]
-    options = json.loads(first.command(Seat(1, "file:///meet", (None, 77)))[-1])
+    options = json.loads(first.command(Seat(1, "file:///meet", (None, 77), (True, False), False))[-1])
     assert (options["number"], options["meeting"]) == (1, "file:///meet")
+    assert (options["resident"], options["check"]) == ([True, False], False)
     assert [model["share"] for model in options["models"]] == [0.5, 1.0]
     assert [model["num_blocks"] for model in options["models"]] == [None, 77]
 
@@ -60,3 +71,18 @@ def test_a_placement_of_another_fleet_is_refused(tmp_path, groups, cluster, word
         read_placement(path, fleet_file.load(write(tmp_path, GOOD + cluster)))
     with pytest.raises(ValueError, match="fleet file"):
         read_placement(path, None)
+
+
+def test_where_memory_is_short_models_are_loaded_by_need(tmp_path):
+    assert slots_of([30e6, 30e6, 30e6], OVERHEAD + (200 << 20)) is None
+    assert slots_of([30e6, 90e6, 50e6, 10e6], OVERHEAD + (200 << 20)) == 2, "the two largest fit, so any two do"
+    with pytest.raises(ValueError, match="memory: 840 MiB .* too few for a model of 190 MiB"):
+        slots_of([200e6], OVERHEAD + (200 << 20))
+    models = find_models([str(write(tmp_path, GOOD))], [])
+    size = max(map(weight_bytes, models))
+    room = int(size / (1 - KV_SHARE)) + (1 << 20)
+    group = worker_group(models, LIMITS | {"memory": OVERHEAD + room})
+    assert [(model.slots, model.resident) for model in group.models] == [(1, True), (1, False)]
+    options = json.loads(group.command(Seat(0, "", (None, None), (True, False), True))[-1])["models"]
+    per_block = 16 * ModelConfig.load(models[0].path).kv_bytes_per_token
+    assert options[0]["num_blocks"] == (room - size) // per_block

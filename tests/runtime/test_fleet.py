@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,9 +50,12 @@ class Collector:
         self.done.set()
 
 
-def worker(name="toy", **options) -> WorkerGroup:
-    command = ["-m", "tests.runtime.toy_worker", json.dumps(options)]
-    return WorkerGroup((ServedModel(name),), lambda seat: command)
+def worker(*names, slots=None, **options) -> WorkerGroup:
+    """A worker with toy models, of which it holds so many at a time."""
+    names = names or ("toy",)
+    served = (ServedModel(name, slots=slots, resident=i < (slots or len(names))) for i, name in enumerate(names))
+    command = ["-m", "tests.runtime.toy_worker", json.dumps({"models": len(names), **options})]
+    return WorkerGroup(tuple(served), lambda seat: [*command, json.dumps(asdict(seat))])
 
 
 @asynccontextmanager

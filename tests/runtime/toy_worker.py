@@ -33,7 +33,7 @@ class ToyEngine:
 
     def step(self, new, slices, dropped):
         for handle in dropped:
-            del self.tokens[handle], self.tables[handle]
+            self.tokens.pop(handle, None), self.tables.pop(handle, None)
         for sequence in new:
             self.tokens[sequence.id], self.tables[sequence.id] = list(sequence.tokens), []
         time.sleep(self.delay)
@@ -69,16 +69,19 @@ class ToyEngine:
             time.sleep(3600)
 
 
+def loads(models: int = 1, load_s: float = 0.0, refuse: str = "", **options) -> list:
+    """As many engines alike; loading one takes so many seconds, or fails for that reason."""
+
+    def load(progress):
+        if refuse:
+            raise ValueError(refuse)
+        progress(1, 1)
+        time.sleep(load_s)
+        return ToyEngine(**options)
+
+    return [load] * models
+
+
 if __name__ == "__main__":
-    options = json.loads(sys.argv[1])
-    if "refuse" in options:
-
-        def load(progress):
-            raise ValueError(options["refuse"])
-    else:
-
-        def load(progress):
-            progress(1, 1)
-            return ToyEngine(**options)
-
-    sys.exit(serve(int(sys.argv[2]), [load]))
+    seat = json.loads(sys.argv[2])
+    sys.exit(serve(int(sys.argv[3]), loads(**json.loads(sys.argv[1])), seat["resident"], seat["check"]))

@@ -1,0 +1,112 @@
+"""More models than a worker holds: loaded by need, beside the steps of others; nobody fails, nobody starves."""
+
+import asyncio
+import os
+import random
+import signal
+
+import pytest
+
+from paceline.batching.residency import PATIENCE_S, STAY_S, Loaded, gives_way
+from paceline.core.request import SamplingParams
+from paceline.runtime.fleet import FleetConfig, LocalFleet
+from tests.runtime.test_fleet import Collector, expected, until, worker
+
+NAMES = tuple("abcdef")
+
+
+class Watcher:
+    """Counts what the controller has loaded, and sees to it that there are never too many."""
+
+    def __init__(self, resident: set[int], slots: int) -> None:
+        self.resident, self.slots, self.loads = resident, slots, 0
+
+    def on_events(self, events) -> None:
+        for event in events:
+            if event.kind == "unload":
+                self.resident.remove(event.group)
+            elif event.kind == "load":
+                self.resident.add(event.group)
+                self.loads += 1
+            elif event.kind == "started":
+                assert event.group in self.resident
+            assert len(self.resident) <= self.slots
+
+    def on_step(self, step) -> None:
+        pass
+
+
+async def test_six_models_where_three_fit_serve_zipf_traffic_without_a_failure():
+    rng = random.Random(2)
+    weights = [1 / (1 + rank) for rank in range(6)]
+    async with LocalFleet([worker(*NAMES, slots=3, delay=0.001, load_s=0.02)], FleetConfig(token_budget=16)) as fleet:
+        watcher = Watcher({0, 1, 2}, 3)
+        fleet.observers.append(watcher)
+        assert [one.state for one in fleet.status()] == ["ready"] * 3 + ["cold"] * 3
+        assert all(one.info for one in fleet.status()), "cold ones were loaded once, to see whether they can be"
+        cases = []
+        for i in range(150):
+            prompt, sink = [i, i + 1], Collector()
+            fleet.submit(rng.choices(NAMES, weights)[0], prompt, SamplingParams(max_tokens=6), sink)
+            cases.append((prompt, sink))
+            await asyncio.sleep(rng.random() * 0.02)
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(sink.done.wait() for _, sink in cases))
+        assert all(sink.tokens == expected(prompt, 6) and not sink.error for prompt, sink in cases)
+        assert watcher.loads > 5
+        assert not fleet.driver.controller.sequences
+
+
+async def test_a_cold_model_comes_though_all_others_are_busy_and_loses_them_nothing():
+    async with LocalFleet([worker("a", "b", slots=1, delay=0.005, load_s=0.05)], FleetConfig(token_budget=16)) as fleet:
+        busy = [Collector() for _ in range(4)]
+        for i, sink in enumerate(busy):
+            fleet.submit("a", [i, 5], SamplingParams(max_tokens=220), sink)
+        late = Collector()
+        fleet.submit("b", [7, 8], SamplingParams(max_tokens=3), late)
+        async with asyncio.timeout(30):
+            await late.done.wait()
+            assert not any(sink.done.is_set() for sink in busy), "it did not wait for their end"
+            await asyncio.gather(*(sink.done.wait() for sink in busy))
+        assert late.tokens == expected([7, 8], 3)
+        assert [sink.tokens for sink in busy] == [expected([i, 5], 220) for i in range(4)]
+
+
+async def test_steps_go_on_while_a_model_is_loaded():
+    async with LocalFleet([worker(*"abc", slots=2, delay=0.002, load_s=1.0)], FleetConfig(token_budget=16)) as fleet:
+        running, cold = Collector(), Collector()
+        fleet.submit("a", [1, 2], SamplingParams(max_tokens=200), running)
+        await until(lambda: len(running.tokens) > 3)
+        fleet.submit("c", [3], SamplingParams(max_tokens=2), cold)
+        await running.done.wait()
+        assert not cold.done.is_set(), "it is still being loaded"
+        await cold.done.wait()
+        assert cold.tokens == expected([3], 2)
+
+
+async def test_a_worker_killed_while_it_loads_has_the_same_models_again():
+    async with LocalFleet([worker(*"ab", slots=1, load_s=0.3)], FleetConfig(token_budget=16)) as fleet:
+        sinks = [Collector() for _ in range(2)]
+        fleet.submit("b", [3], SamplingParams(max_tokens=4), sinks[0])
+        await until(lambda: fleet.groups[1].resident)
+        os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
+        await until(lambda: fleet.workers[0].state == "restarting")
+        fleet.submit("a", [4], SamplingParams(max_tokens=4), sinks[1])
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        assert [sink.tokens for sink in sinks] == [expected([3], 4), expected([4], 4)]
+
+
+@pytest.mark.parametrize(
+    ("loaded", "waited", "gone"),
+    [
+        ([Loaded(0, 0, 5.0, 0.0, True), Loaded(1, 0, 3.0, 0.0, True)], 0.0, 1),  # both idle: not asked for longest
+        ([Loaded(0, 0, 5.0, 0.0, True), Loaded(1, 2, 1.0, 0.0, True)], 0.0, 0),  # the other one is busy
+        ([Loaded(0, 3, 9.0, 0.0, True), Loaded(1, 2, 9.0, 0.0, True)], PATIENCE_S / 2, -1),  # not yet
+        ([Loaded(0, 3, 9.0, 0.0, True), Loaded(1, 2, 9.0, 0.0, True)], PATIENCE_S, 1),  # the fewest requests
+        ([Loaded(0, 3, 9.0, 0.0, True), Loaded(1, 2, 9.0, 10.0 - STAY_S / 2, True)], PATIENCE_S, 0),  # has just come
+        ([Loaded(0, 0, 9.0, 0.0, False)], 99.0, -1),  # is still coming
+    ],
+)
+def test_who_gives_way(loaded, waited, gone):
+    assert gives_way(loaded, waited, 10.0) == gone
