@@ -17,7 +17,19 @@ from paceline.batching.scheduler import Scheduler
 from paceline.batching.sharing import next_in_turn, soonest
 from paceline.batching.state import NONE
 from paceline.core.batch import Batch, StepResult, StepShape
-from paceline.core.events import Advance, Back, Cancel, Complete, Emitted, Event, Input, Lost, Submit, Unreachable
+from paceline.core.events import (
+    Advance,
+    Back,
+    Cancel,
+    Complete,
+    Emitted,
+    Event,
+    Input,
+    Lost,
+    Retire,
+    Submit,
+    Unreachable,
+)
 from paceline.core.protocols import Lookahead
 from paceline.core.request import Request, Sequence
 
@@ -54,35 +66,41 @@ class GroupState:
     resident: bool = True  # the model is loaded, or coming
     since: float = -math.inf  # when that was decided
     load_s: float = 0.0
+    retires: bool = False  # it takes no more requests
 
 
 class Controller:
     """Decides for all groups. Every method takes the time as `now` and answers with what happened."""
 
     def __init__(self, groups: Iterable[GroupConfig]) -> None:
-        self.groups = [
-            GroupState(
-                g,
-                Scheduler(
-                    g.scheduler, policy(g.policy), g.budget, g.pipeline, g.predict, g.lookahead and g.lookahead()
-                ),
-                up=g.resident,
-                resident=g.resident,
-                load_s=g.load_s,
-            )
-            for g in groups
-        ]
+        self.groups: list[GroupState] = []
         self.sequences: dict[str, tuple[int, Sequence]] = {}  # those that are waiting or running
         self._steps = 0
-        lanes: dict[object, list[int]] = {}
-        for index, state in enumerate(self.groups):
-            lanes.setdefault((state.config.device,) if state.config.device is not None else index, []).append(index)
-        self._lanes = list(lanes.values())  # groups by the device that they share
-        self._lane_of = {group: lane for lane, some in enumerate(self._lanes) for group in some}
+        self._lanes: list[list[int]] = []  # groups by the device that they share
+        self._lane_of: list[int] = []  # of each group
         self._hosts: dict[str, list[int]] = {}
-        for index, state in enumerate(self.groups):
-            for model in state.config.models:
-                self._hosts.setdefault(model, []).append(index)
+        for config in groups:
+            self.add(config)
+
+    def add(self, config: GroupConfig) -> int:
+        """A group more. Returns its number."""
+        lookahead = config.lookahead and config.lookahead()
+        scheduler = Scheduler(
+            config.scheduler, policy(config.policy), config.budget, config.pipeline, config.predict, lookahead
+        )
+        number, resident = len(self.groups), config.resident
+        self.groups.append(GroupState(config, scheduler, up=resident, resident=resident, load_s=config.load_s))
+        device = config.device
+        lane = next(
+            (n for n, some in enumerate(self._lanes) if some and device is not None
+             and self.groups[some[0]].config.device == device), len(self._lanes),
+        )  # fmt: skip
+        self._lanes[lane:] = self._lanes[lane:] or [[]]
+        self._lanes[lane].append(number)
+        self._lane_of.append(lane)
+        for model in config.models:
+            self._hosts.setdefault(model, []).append(number)
+        return number
 
     def turn(self, inputs: Iterable[Input], now: float) -> tuple[list[Event], list[Batch]]:
         """Everything that happens at one instant: inputs in their order, then as many new batches as the groups take.
@@ -98,6 +116,8 @@ class Controller:
                     self.groups[group].scheduler.advance(batch_id)
                 case Lost(group):
                     events += self.lose(group, now)
+                case Retire(group):
+                    events += self.retire(group, now)
                 case Back(group, load_s):
                     self.groups[group].up = True
                     self.groups[group].load_s = load_s or self.groups[group].load_s
@@ -106,14 +126,17 @@ class Controller:
                 case Cancel(request_id):
                     events += self.cancel(request_id, now)
         batches = []
-        for lanes in self._lanes:
+        for lanes in filter(None, self._lanes):
             events += self._swap(lanes, now)
             while batch := self._next_of(lanes, now):
                 batches.append(batch)
                 events += self._preempted(batch.group, now)
                 events.append(Event("started", now, batch.group, str(batch.id), batch.num_tokens, batch))
-            for index in lanes:
+            for index in list(lanes):
                 events += self._preempted(index, now)
+                if self.groups[index].retires and not self.groups[index].scheduler.num_sequences:
+                    self._leave(index)
+                    events.append(Event("retired", now, index))
         return events, batches
 
     def _swap(self, lanes: list[int], now: float) -> list[Event]:
@@ -187,6 +210,8 @@ class Controller:
         groups = [self.groups[i] for i in hosts]
         reasons = [self._refusal(group, request, admitted) for group in groups]
         able = [not reason for reason in reasons]
+        staying = [free and not group.retires for free, group in zip(able, groups, strict=True)]
+        able = staying if any(staying) else able
         up = [free and group.up for free, group in zip(able, groups, strict=True)]
         cold = [free and not group.resident for free, group in zip(able, groups, strict=True)]
         queued = [group.scheduler.num_sequences for group in groups]
@@ -256,10 +281,26 @@ class Controller:
         state.up = False
         for sequence in state.scheduler.reset():
             del self.sequences[sequence.id]
-        events = self._preempted(group, now)
+        return [*self._preempted(group, now), *self._move_waiting(group, now)]
+
+    def retire(self, group: int, now: float) -> list[Event]:
+        """The group takes no more requests; when it has none it is out of the controller's sight, its number too."""
+        self.groups[group].retires = True
+        return self._move_waiting(group, now)
+
+    def _leave(self, group: int) -> None:
+        self._lanes[self._lane_of[group]].remove(group)
+        self.groups[group].retires = False
+        for hosts in self._hosts.values():
+            if group in hosts:
+                hosts.remove(group)
+
+    def _move_waiting(self, group: int, now: float) -> list[Event]:
+        """To other groups of their model which are up."""
+        state, events = self.groups[group], list[Event]()
         for sequence in state.scheduler.waiting:
             request = sequence.request
-            hosts = [i for i in self._hosts[request.model] if self.groups[i].up]
+            hosts = [i for i in self._hosts[request.model] if i != group and self.groups[i].up]
             if not hosts:
                 continue
             index, reason, _ = self._host(request, hosts, admitted=True)
@@ -292,6 +333,8 @@ def _rank(item: Input) -> tuple[int, int]:
             return 2, group
         case Back(group):
             return 3, group
+        case Retire(group):
+            return 4, group
         case Submit():
-            return 4, 0
-    return 5, 0
+            return 5, 0
+    return 6, 0

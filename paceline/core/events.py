@@ -44,6 +44,13 @@ class Back:
 
 
 @dataclass(frozen=True, slots=True)
+class Retire:
+    """A group is to leave: it takes no more requests, and what has not begun goes to others that have the model."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
 class Submit:
     """A request arrives; `admitted`: with one that was accepted before, so that a full queue is no reason to refuse."""
 
@@ -58,7 +65,7 @@ class Cancel:
     request: str
 
 
-Input = Complete | Advance | Lost | Back | Submit | Cancel
+Input = Complete | Advance | Lost | Back | Retire | Submit | Cancel
 
 
 class Emitted(NamedTuple):
@@ -79,7 +86,7 @@ class Unreachable(NamedTuple):
 class Event(NamedTuple):
     """Something that a controller decided or noted, at `time` seconds."""
 
-    kind: str  # accepted rejected started preempted moved load unload tokens finished cancelled failed
+    kind: str  # accepted rejected started preempted moved load unload retired tokens finished cancelled failed
     time: float
     group: int
     request: str = ""  # the batch's number, where it is about a batch ("started", "tokens")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 from paceline.core.batch import StepResult
-from paceline.core.events import Advance, Back, Cancel, Complete, Input, Lost, Submit
+from paceline.core.events import Advance, Back, Cancel, Complete, Input, Lost, Retire, Submit
 from paceline.core.request import SLO, Request
 
 Turn = tuple[float, tuple[Input, ...]]
@@ -43,6 +43,8 @@ def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
             return Cancel(fields["request"])
         case "Lost":
             return Lost(fields["group"])
+        case "Retire":
+            return Retire(fields["group"])
         case "Back":
             return Back(**fields)
-    raise ValueError(f"log: unknown input {kind!r}; known are Submit, Complete, Advance, Cancel, Lost, Back")
+    raise ValueError(f"log: unknown input {kind!r}; known are Submit, Complete, Advance, Cancel, Lost, Back, Retire")

@@ -89,3 +89,7 @@ class Engine(Protocol):
     ) -> tuple[list[SliceOutput], float, float]:
         """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
         ...
+
+    def release(self) -> None:
+        """Gives its memory back; it is not used any more."""
+        ...

@@ -5,6 +5,7 @@ per text, over all of its tokens. There is no KV: a text is one slice, and its e
 of several workers each has a part of the layers, and of their heads and inner columns (`parallel`).
 """
 
+import gc
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import groupby
@@ -278,6 +279,12 @@ class EncoderRunner:
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
         return EncoderRunner(encoder, info, max_batch_tokens)
+
+    def release(self) -> None:
+        """Gives its memory back; it is not used any more."""
+        del self.encoder
+        gc.collect()
+        pages.trim_heap()
 
     @torch.inference_mode()
     def step(

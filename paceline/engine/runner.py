@@ -6,6 +6,7 @@ several workers all take the same steps, worker 0 drafts, and one samples (`para
 they would not understand each other, ends the worker.
 """
 
+import gc
 import sys
 from array import array
 from collections.abc import Sequence as Seq
@@ -171,6 +172,12 @@ class ModelRunner:
         if drafts.lookup:
             runner.drafter = InTurn(PromptLookup(), runner.drafter)
         return runner
+
+    def release(self) -> None:
+        """Gives its memory back; it is not used any more."""
+        del self.decoder, self.cache, self.drafter
+        gc.collect()
+        pages.trim_heap()
 
     @torch.inference_mode()
     def step(

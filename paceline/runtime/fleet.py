@@ -15,7 +15,7 @@ from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch
 from paceline.core.cluster import Parallel
-from paceline.core.events import Cancel, Event, Input, Lost, Submit, Unreachable
+from paceline.core.events import Cancel, Event, Input, Lost, Retire, Submit, Unreachable
 from paceline.core.request import NO_SLO, SLO, Request, SamplingParams
 from paceline.runtime.api import (
     GoalUnreachable,
@@ -75,18 +75,14 @@ class LocalFleet:
         self.groups: list[ModelGroup] = []  # as the controller counts them
         self.sequences: dict[str, RunningSequence] = {}
         self._hosts: dict[str, list[ModelGroup]] = {}
+        self._on_progress = on_progress
         for one in groups:
-            workers = Workers(one.parallel, one.command)
-            self.workers.append(workers)
-            for number, model in enumerate(one.models):
-                at = len(self.groups), number
-                group = ModelGroup(*at, model, workers, self.sequences, self._on_step, on_progress)
-                self.groups.append(group)
-                workers.guests.append(group)
-                self._hosts.setdefault(model.name, []).append(group)
+            for group in self._join(one):
+                self._hosts.setdefault(group.config.name, []).append(group)
         self._ids = count(1)
         self._finished: deque[float] = deque(maxlen=64)
         self._idle = asyncio.Event()
+        self._moving = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._log = contextlib.ExitStack()
 
@@ -105,18 +101,72 @@ class LocalFleet:
         self._watcher = asyncio.create_task(self._watch())
         await asyncio.gather(*(workers.start() for workers in self.workers))
         await asyncio.gather(*(group.settled.wait() for group in self.groups))
-        configs = [self._group_config(group) for group in self.groups]
-        for group, config in zip(self.groups, configs, strict=True):
-            if group.info:  # what a sequence can have when it is alone
-                usable = config.scheduler.num_blocks - config.scheduler.watermark_blocks
-                context = min(group.info.context, usable * group.info.block_size)
-                group.info = replace(group.info, context=context)
-        controller = Controller(configs)
+        for group in self.groups:
+            self._fit(group)
+        controller = Controller(self._group_config(group) for group in self.groups)
         self.driver = Driver(controller, self._execute, self._notice, time.monotonic, recorder)
         for group in self.groups:
             group.driver = self.driver
             if group.state not in ("ready", "cold"):
                 self.driver.post(Lost(group.index))
+
+    def _join(self, one: WorkerGroup) -> list[ModelGroup]:
+        """Its models, on workers that are yet to be started."""
+        workers, joined = Workers(one.parallel, one.command), list[ModelGroup]()
+        self.workers.append(workers)
+        for number, model in enumerate(one.models):
+            at = len(self.groups), number
+            group = ModelGroup(*at, model, workers, self.sequences, self._on_step, self._on_progress)
+            self.groups.append(group)
+            workers.guests.append(group)
+            joined.append(group)
+        return joined
+
+    async def move(self, groups: Iterable[WorkerGroup], leaving: Iterable[int]) -> None:
+        """Starts these groups, and when they are ready has others leave, by their numbers in `workers`.
+
+        Those finish what they run, and what waits there moves: no request fails.
+
+        Raises RuntimeError when one of the new groups cannot be loaded; then nothing changes.
+        """
+        assert self.driver is not None
+        async with self._moving:
+            old = [self.workers[number] for number in leaving]
+            numbers = len(self.workers), len(self.groups)
+            new = [group for one in groups for group in self._join(one)]
+            started = self.workers[numbers[0] :]
+            await asyncio.gather(*(workers.start() for workers in started))
+            await asyncio.gather(*(group.settled.wait() for group in new))
+            failed = [group for group in new if group.state == "failed"]
+            if failed:
+                del self.workers[numbers[0] :], self.groups[numbers[1] :]
+                await asyncio.gather(*(workers.stop() for workers in started))
+                raise RuntimeError(f"{failed[0].config.name}: {failed[0].reason}")
+            for group in new:
+                self._fit(group)
+                number = self.driver.controller.add(self._group_config(group))
+                assert number == group.index
+                group.driver = self.driver
+                if group.state not in ("ready", "cold"):  # lost again already
+                    self.driver.post(Lost(group.index))
+                self._hosts.setdefault(group.config.name, []).append(group)
+            await asyncio.gather(*map(self._retire, old))
+
+    async def _retire(self, workers: Workers) -> None:
+        assert self.driver is not None
+        gone = [group for group in self.groups if group.workers is workers]
+        for group in gone:
+            self._hosts[group.config.name].remove(group)
+            self.driver.post(Retire(group.index))
+        await asyncio.gather(*(group.retired.wait() for group in gone))
+        await workers.stop()
+
+    def _fit(self, group: ModelGroup) -> None:
+        """What a sequence can have there when it is alone."""
+        if group.info:
+            config = self._group_config(group).scheduler
+            usable = (config.num_blocks - config.watermark_blocks) * group.info.block_size
+            group.info = replace(group.info, context=min(group.info.context, usable))
 
     async def drain(self) -> None:
         self.draining = True
@@ -281,6 +331,8 @@ class LocalFleet:
                 self.groups[event.group].load()
             elif event.kind == "unload":
                 self.groups[event.group].unload()
+            elif event.kind == "retired":
+                self.groups[event.group].retired.set()
         for observer in self.observers:
             observer.on_events(events)
         if not self.sequences:

@@ -79,6 +79,7 @@ class ModelGroup:
         self.resident, self.load_s = config.resident, 0.0
         self.driver: Driver | None = None  # set by the fleet when every group is loaded
         self.settled = asyncio.Event()  # loaded, or failed for good
+        self.retired = asyncio.Event()  # it has nothing to do and gets nothing more
         self._shares = workers.parallel.devices > 1  # there are workers that do not sample
         self._on_step, self._on_progress = on_step, on_progress
         self._flying: dict[int, Flight] = {}

@@ -64,8 +64,9 @@ class Loop:
             self.channel.send(messages.encode(Ready(model, engine.info, time.perf_counter() - begin)))
 
     def unload(self, model: int) -> None:
-        self.engines.pop(model, None)
-        gc.collect()
+        engine = self.engines.pop(model, None)
+        if engine:
+            engine.release()
 
     def run(self) -> None:
         while (frame := self.channel.receive()) is not None:

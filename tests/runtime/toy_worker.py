@@ -40,6 +40,9 @@ class ToyEngine:
         self.progress += 1
         return [self.slice(work) for work in slices], self.delay, 0.0
 
+    def release(self) -> None:
+        self.cache.clear()
+
     def slice(self, work) -> SliceOutput:
         tokens, table = self.tokens[work.id], self.tables[work.id]
         table[work.first_block :] = work.blocks
