@@ -77,6 +77,7 @@ def threads_of(devices: int | None) -> int | None:
 
 
 def worker_groups(models: Sequence[Model], placement: Placement | None, limits: Limits) -> list[WorkerGroup]:
+    """Without a placement a worker for each model."""
     if placement is None:
         return [worker_group([model], limits) for model in models]
     named = {model.name: model for model in models}

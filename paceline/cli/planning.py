@@ -110,7 +110,10 @@ class Planned:
 
 
 def planned(fleet: FleetFile, profile: Path | None, threads: int | None = None) -> Planned:
-    """`threads` of a device, by which profiles measured here were kept. Raises ValueError naming what is missing."""
+    """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores, or all
+    of them. Raises ValueError naming what is missing."""
+    if threads is None and isinstance(fleet.cluster.devices, int):
+        threads = max(1, len(os.sched_getaffinity(0)) // fleet.cluster.devices)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
     models = [_model(entry, file, errors, threads) for entry in fleet.models]
@@ -131,7 +134,9 @@ def _model(
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
         return _from_profile(entry.name, known[name], slo)
     path = resolve(entry.source)
-    found = profile_cache.load(profile_cache.cache_file(path, entry.quantization, profile_cache.Device.here(threads)))
+    devices = profile_cache.Device.here(threads), profile_cache.Device.here(None)
+    files = [profile_cache.cache_file(path, entry.quantization, device) for device in devices]
+    found = profile_cache.load(files[0]) or profile_cache.load(files[1])
     if found is None:
         raise ValueError(
             f"source: {entry.source!r} has no profile on this machine; run `paceline profile {entry.source}` "

@@ -4,8 +4,10 @@ import asyncio
 import gc
 import sys
 import time
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvloop
@@ -19,6 +21,7 @@ from paceline.cli import fleet_file
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import Limits, devices_of, plan, read_placement, threads_of, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
+from paceline.cli.replan import Replanner
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.core.request import SLO
@@ -63,6 +66,9 @@ def serve(
         Path | None, typer.Option(help="Which models where, by `paceline plan`; default: planned if `cluster` is.")
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="To plan with; default: profiles measured here.")] = None,
+    replan: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds after which to plan again, for recent traffic, and move.")
+    ] = None,
     metrics_compat: Annotated[str, typer.Option(help="'vllm' adds vLLM's metric names.")] = "",
     record: Annotated[Path | None, typer.Option(help="Log the scheduler's inputs, to be replayed.")] = None,
 ) -> None:
@@ -91,11 +97,11 @@ def serve(
     }
     if record and not record.parent.is_dir():
         raise ValueError(f"record: {record.parent} is not a directory")
-    options = {
+    sizes = {
         "--token-budget": max(2, maximum), "--max-batch": max_batch, "--context": context, "--memory": memory,
         "--threads": threads,
     }  # fmt: skip
-    given = [str(word) for option in options.items() if option[1] is not None for word in option]
+    given = [str(word) for option in sizes.items() if option[1] is not None for word in option]
     planning = devices is not None and places is None
     measures = planning and profile is None
     models = [paced(model, maximum, token_budget is not None, threads, given, measures) for model in models]
@@ -104,13 +110,24 @@ def serve(
             places = plan(file, profile, threads)
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
+    groups = partial(worker_groups, models, limits=limits)
+    if replan and places is None:
+        raise ValueError("replan: needs a fleet file with a cluster, or a placement")
+    options = {"file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups}
+    replans = replan and partial(replanned, every=replan, **options)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(run(models, worker_groups(models, places, limits), fleet, server, host, port))
+        code = runner.run(run(models, groups(places), fleet, server, host, port, replans))
     sys.exit(code)
 
 
 async def run(
-    models: list[Model], groups: list[WorkerGroup], config: FleetConfig, server: ServerConfig, host: str, port: int
+    models: list[Model],
+    groups: list[WorkerGroup],
+    config: FleetConfig,
+    server: ServerConfig,
+    host: str,
+    port: int,
+    beside: Callable[[LocalFleet], Coroutine[None, None, None]] | None = None,
 ) -> int:
     """Starts the fleet, serves until told to stop, drains. Returns the exit code."""
     begin = time.monotonic()
@@ -136,9 +153,18 @@ async def run(
         def on_started(url: str) -> None:
             summary(fleet, models, config, url, time.monotonic() - begin)
 
-        return 0 if await serve_http(app, fleet, sock, on_started=on_started) else 1
+        task = beside and asyncio.create_task(beside(fleet))
+        try:
+            return 0 if await serve_http(app, fleet, sock, on_started=on_started) else 1
+        finally:
+            if task:
+                task.cancel()
     finally:
         await fleet.stop()
+
+
+async def replanned(fleet: LocalFleet, every: float, **options: Any) -> None:
+    await Replanner(fleet, say=lambda text: console.print(text, highlight=False), **options).run(every)
 
 
 def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedModel]:

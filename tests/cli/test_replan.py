@@ -1,0 +1,87 @@
+"""A fleet that plans again: what is remembered of traffic, and a move that the planner asks for."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from paceline.cli.replan import Replanner, used
+from paceline.core.cluster import Group, Parallel, Placement
+from paceline.core.request import SLO, SamplingParams
+from paceline.runtime.fleet import FleetConfig, LocalFleet
+from paceline.runtime.recent import Recent
+from paceline.workload.trace import Trace
+from tests.runtime.test_fleet import Collector, worker
+
+FLEET = """
+models:
+  - {name: a, source: builtin:coder, slo: {ttft: 1.0}}
+  - {name: b, source: builtin:coder-draft, slo: {ttft: 1.0}}
+cluster: {devices: 2, memory: 1GiB}
+"""
+STEP = {
+    "linear": [0.02 + n / 5000 for n in range(257)], "emit": 0.0, "decode": 1e-3, "decode_context": 0.0, "chunk": 0.0,
+    "chunk_context": 0.0, "chunk_pair": 0.0,
+}  # fmt: skip
+ENTRY = {"parallel": [{"stage_weight_bytes": [1e8]}], "step_time": STEP, "roofline": {"kv_bytes": 1000}}
+APART = Placement((Group((0,), Parallel(), ("a",)), Group((1,), Parallel(), ("b",))))
+
+
+async def test_recent_traffic_is_a_trace_and_what_was_refused_is_in_it():
+    clock = [0.0]
+    config = FleetConfig(token_budget=16, max_waiting=1, max_batch=1)
+    async with LocalFleet([worker("a"), worker("b")], config) as fleet:
+        recent = Recent(fleet, 100.0, lambda: clock[0])
+        sinks = [Collector() for _ in range(3)]
+        fleet.submit("a", [1] * 7, SamplingParams(max_tokens=4), sinks[0])
+        await sinks[0].done.wait()
+        fleet.submit("b", [1] * 5, SamplingParams(max_tokens=50), sinks[1])
+        fleet.submit("a", [1] * 9, SamplingParams(max_tokens=6), sinks[2])
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        trace = recent.trace()
+        assert trace.arrivals[0] == 0 and (np.diff(trace.arrivals) > 0).all()
+        rows = zip([trace.names[m] for m in trace.models], trace.prompts.tolist(), trace.outputs.tolist(), strict=True)
+        assert list(rows) == [("a", 7, 4), ("b", 5, 50), ("a", 9, 6)]
+        busy, waits, refused = Collector(), Collector(), SamplingParams(max_tokens=3)
+        fleet.submit("a", [1], SamplingParams(max_tokens=90), busy)
+        fleet.submit("a", [1], SamplingParams(max_tokens=2), waits)
+        try:
+            fleet.submit("a", [1] * 11, refused, Collector(), slo=SLO())
+        except Exception as error:
+            assert type(error).__name__ == "Overloaded"
+        await asyncio.gather(busy.done.wait(), waits.done.wait())
+        outputs = {p: o for p, o in zip(recent.trace().prompts.tolist(), recent.trace().outputs.tolist(), strict=True)}
+        assert outputs[11] == round((4 + 6 + 90 + 2) / 4), "it would have had the mean output"
+        clock[0] = 1e12
+        fleet.submit("b", [1], SamplingParams(max_tokens=1), last := Collector())
+        await last.done.wait()
+        await asyncio.sleep(0.01)
+        assert not len(recent.trace()), "all of it is long ago"
+
+
+@pytest.mark.timeout(60)
+async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path):
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    (tmp_path / "profile.json").write_text(json.dumps({"models": {"a": ENTRY, "b": ENTRY}}))
+    said = []
+
+    def groups(placement: Placement):
+        return [worker(*group.models) for group in used(placement)]
+
+    async with LocalFleet(groups(APART), FleetConfig(token_budget=16)) as fleet:
+        replanner = Replanner(
+            fleet, tmp_path / "fleet.yaml", tmp_path / "profile.json", APART, groups, said.append
+        )
+        assert not await replanner.once(), "nothing is known of the traffic"
+        rng = np.random.default_rng(0)
+        arrivals = np.cumsum(rng.exponential(0.03, 400))  # nearly all for `a`: more than one device can serve
+        models = (rng.random(400) < 0.05).astype(np.int32)
+        trace = Trace(arrivals, models, np.full(400, 60), np.full(400, 30), ("a", "b"))
+        replanner.recent.trace = lambda: trace
+        assert await replanner.once() and len(said) == 1 and "moving" in said[0]
+        assert len(fleet.hosts("a")) == 2 and fleet.hosts("b")
+        sink = Collector()
+        fleet.submit("a", [1], SamplingParams(max_tokens=3), sink)
+        await sink.done.wait()
+        assert not await replanner.once(), "there is nothing better any more"
