@@ -1,9 +1,11 @@
 """`paceline plan`: which models run where, why, and what to expect of it."""
 
+import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import numpy as np
 import typer
 from rich.console import Console
@@ -11,7 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import Planned, check_parent, names_of, planned, save_placement, traffic
+from paceline.cli.planning import FEWEST, Planned, check_parent, names_of, planned, save_placement, traffic
 from paceline.core.cluster import Placement
 from paceline.placement import explain
 from paceline.placement.greedy import Choice
@@ -37,14 +39,60 @@ def plan(
         int | None, typer.Option(min=0, help=f"Requests to simulate in local search; default {EFFORT:.0e} a cell.")
     ] = None,
     quiet: Annotated[bool, typer.Option(help="Without the reasons.")] = False,
+    watch: Annotated[
+        str | None, typer.Option(help="URL of a Paceline server: plan for its traffic of late, again and again.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between plans with --watch.")] = 60.0,
+    api_key: Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="Of that server.")] = None,
 ) -> None:
     """Plan a placement of the fleet's models on its devices.
 
     Example: paceline plan fleet.yaml --profile profile.json --trace trace.csv --out placement.json
     """
     check_parent("out", out)
-    if trace and duration:
-        raise ValueError("duration: is of workloads, and --trace has its own")
+    if (trace or watch) and duration:
+        raise ValueError("duration: is of workloads, and --trace or --watch has its own")
+    if trace and watch:
+        raise ValueError("trace, watch: one of them, not both")
+    options = (profile, out, duration, seed, seeds, effort, quiet)
+    if watch is None:
+        make(fleet, trace, *options)
+        return
+    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+        recent = Path(folder) / "trace.csv"
+        while True:
+            if fetch(watch, api_key, recent):
+                make(fleet, recent, *options)
+            time.sleep(every)
+
+
+def fetch(url: str, key: str | None, path: Path) -> bool:
+    """Keeps a server's trace in a file; False: it has not seen enough. Raises ValueError for a URL that has none."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/trace", headers=headers, timeout=10.0)
+        answer.raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(f"watch: {url}: {error}") from error
+    path.write_text(answer.text)
+    requests = answer.text.count("\n") - 1
+    if requests < FEWEST:
+        errors.print(f"{requests} requests so far; with {FEWEST} there is something to plan for", highlight=False)
+    return requests >= FEWEST
+
+
+def make(
+    fleet: Path,
+    trace: Path | None,
+    profile: Path | None,
+    out: Path | None,
+    duration: float | None,
+    seed: int,
+    seeds: int,
+    effort: int | None,
+    quiet: bool,
+) -> None:
+    """Plans, prints the placement and why, and writes it."""
     file = fleet_file.load(fleet)
     known = planned(file, profile)
     expected = traffic(file, known, trace, duration, seed)

@@ -27,6 +27,7 @@ from paceline.workload.trace import Trace, load
 
 REQUESTS = 10_000  # that a workload is made of, about, unless a duration is given
 STEPWISE_REQUESTS = 2000  # likewise of autoregressive models, whose steps are simulated one by one
+FEWEST = 50  # requests of late, below which traffic is not known
 PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody measured shapes
 
 

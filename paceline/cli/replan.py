@@ -7,17 +7,15 @@ import asyncio
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.cli.planning import load_placement, save_placement
+from paceline.cli.planning import FEWEST, load_placement, save_placement
 from paceline.core.cluster import Group, Placement
 from paceline.runtime.fleet import LocalFleet, WorkerGroup
 from paceline.runtime.recent import Recent
 
 WINDOW_S = 600.0  # of traffic
-FEWEST = 50  # requests, below which nothing is known
 GAIN = 0.01  # attainment by which another placement must be better
 
 
@@ -27,6 +25,7 @@ class Replanner:
     def __init__(
         self,
         fleet: LocalFleet,
+        recent: Recent,
         file: Path,
         profile: Path | None,
         placement: Placement,
@@ -35,7 +34,7 @@ class Replanner:
     ) -> None:
         self.fleet, self.file, self.placement, self.groups, self.say = fleet, file, placement, groups, say
         self.options = ["--profile", str(profile)] if profile else []
-        self.recent = Recent(fleet, WINDOW_S, time.monotonic)
+        self.recent = recent
         self._numbers = dict(enumerate(used(placement)))  # workers of the fleet, and the groups that they are
 
     async def run(self, every: float) -> None:

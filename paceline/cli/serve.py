@@ -21,11 +21,12 @@ from paceline.cli import fleet_file
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import Limits, devices_of, plan, read_placement, threads_of, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
-from paceline.cli.replan import Replanner
+from paceline.cli.replan import WINDOW_S, Replanner
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.core.request import SLO
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
+from paceline.runtime.recent import Recent
 from paceline.server.app import ServedModel, ServerConfig, create_app
 from paceline.server.serve import bind
 from paceline.server.serve import serve as serve_http
@@ -127,7 +128,7 @@ async def run(
     server: ServerConfig,
     host: str,
     port: int,
-    beside: Callable[[LocalFleet], Coroutine[None, None, None]] | None = None,
+    beside: Callable[[LocalFleet, Recent], Coroutine[None, None, None]] | None = None,
 ) -> int:
     """Starts the fleet, serves until told to stop, drains. Returns the exit code."""
     begin = time.monotonic()
@@ -148,12 +149,13 @@ async def run(
             return 2 if all(group.bad_input for group in failed) else 1
         gc.collect()
         gc.freeze()  # modules and tokenizers stay: collections while serving need not look at them
-        app = create_app(fleet, served_models(models, fleet), server)
+        recent = Recent(fleet, WINDOW_S, time.monotonic)
+        app = create_app(fleet, served_models(models, fleet), server, lambda: recent.trace().text())
 
         def on_started(url: str) -> None:
             summary(fleet, models, config, url, time.monotonic() - begin)
 
-        task = beside and asyncio.create_task(beside(fleet))
+        task = beside and asyncio.create_task(beside(fleet, recent))
         try:
             return 0 if await serve_http(app, fleet, sock, on_started=on_started) else 1
         finally:
@@ -163,8 +165,8 @@ async def run(
         await fleet.stop()
 
 
-async def replanned(fleet: LocalFleet, every: float, **options: Any) -> None:
-    await Replanner(fleet, say=lambda text: console.print(text, highlight=False), **options).run(every)
+async def replanned(fleet: LocalFleet, recent: Recent, every: float, **options: Any) -> None:
+    await Replanner(fleet, recent, say=lambda text: console.print(text, highlight=False), **options).run(every)
 
 
 def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedModel]:

@@ -71,8 +71,15 @@ class ServerConfig:
 class Api:
     """The routes. Holds the fleet, the models and the requests under way."""
 
-    def __init__(self, fleet: Fleet, models: Mapping[str, ServedModel], config: ServerConfig) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        models: Mapping[str, ServedModel],
+        config: ServerConfig,
+        recent: Callable[[], str] | None = None,
+    ) -> None:
         self.fleet = fleet
+        self.recent = recent
         self.models = dict(models)
         self.config = config
         self.metrics = Metrics()
@@ -229,17 +236,28 @@ class Api:
         """This server's version."""
         return _json({"version": __version__})
 
+    async def trace(self) -> Response:
+        """The requests of the last ten minutes as a trace file (CSV): arrivals, models, tokens; no text."""
+        if self.recent is None:
+            raise errors.ApiError(404, "this server keeps no trace", code="not_found")
+        return Response(self.recent(), media_type="text/csv")
+
     async def prometheus(self) -> Response:
         """Metrics in Prometheus' text format."""
         text = exposition(self.metrics, self.fleet.load(), self.config.metrics_compat == "vllm")
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 
-def create_app(fleet: Fleet, models: Mapping[str, ServedModel], config: ServerConfig) -> FastAPI:
-    """The application over `fleet`; `app.state.api` holds its parts. Needs the lifespan only to end its helpers."""
+def create_app(
+    fleet: Fleet, models: Mapping[str, ServedModel], config: ServerConfig, recent: Callable[[], str] | None = None
+) -> FastAPI:
+    """The application over `fleet`; `app.state.api` holds its parts. Needs the lifespan only to end its helpers.
+
+    `recent` gives the traffic of late as a trace file.
+    """
     if not models:
         raise ValueError("models: at least one is needed")
-    api = Api(fleet, models, config)
+    api = Api(fleet, models, config, recent)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -279,6 +297,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
         ("/ready", api.ready, (503,)),
         ("/version", api.version, ()),
         ("/metrics", api.prometheus, ()),
+        ("/trace", api.trace, (404,)),
     ]
     for path, endpoint, kind, statuses in posts:
         responses = openapi.errors(400, 401, 404, 408, 413, 415, *statuses)

@@ -1,6 +1,7 @@
 """Traces: requests in order of arrival, as columns, and the file that holds them (DESIGN, section 7)."""
 
 import csv
+import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,11 +86,16 @@ class Trace:
 
     def save(self, path: Path) -> None:
         """Writes a trace file. Raises OSError."""
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(COLUMNS)
-            rows = zip(self.arrivals, self.models, self.prompts, self.outputs, strict=True)
-            writer.writerows((repr(float(t)), self.names[m], int(p), int(o)) for t, m, p, o in rows)
+        path.write_text(self.text(), encoding="utf-8", newline="")
+
+    def text(self) -> str:
+        """A trace file's."""
+        file = io.StringIO(newline="")
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        rows = zip(self.arrivals, self.models, self.prompts, self.outputs, strict=True)
+        writer.writerows((repr(float(t)), self.names[m], int(p), int(o)) for t, m, p, o in rows)
+        return file.getvalue()
 
 
 def load(path: Path, model: str | None = None) -> Trace:

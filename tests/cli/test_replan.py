@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import numpy as np
 import pytest
@@ -70,9 +71,9 @@ async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path
         return [worker(*group.models) for group in used(placement)]
 
     async with LocalFleet(groups(APART), FleetConfig(token_budget=16)) as fleet:
-        replanner = Replanner(
-            fleet, tmp_path / "fleet.yaml", tmp_path / "profile.json", APART, groups, said.append
-        )
+        recent = Recent(fleet, 600.0, time.monotonic)
+        files = tmp_path / "fleet.yaml", tmp_path / "profile.json"
+        replanner = Replanner(fleet, recent, *files, APART, groups, said.append)
         assert not await replanner.once(), "nothing is known of the traffic"
         rng = np.random.default_rng(0)
         arrivals = np.cumsum(rng.exponential(0.03, 400))  # nearly all for `a`: more than one device can serve

