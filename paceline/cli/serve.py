@@ -17,8 +17,10 @@ from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
 from paceline.cli.fleet_file import Quantization
-from paceline.cli.groups import Limits, devices_of, plan, read_placement, threads_of, worker_groups
+from paceline.cli.groups import Limits, devices_of, plan, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
+from paceline.cli.planning import planned
+from paceline.cli.profile_cache import threads_of
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.core.request import SLO
@@ -62,7 +64,9 @@ def serve(
     placement: Annotated[
         Path | None, typer.Option(help="Which models where, by `paceline plan`; default: planned if `cluster` is.")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="To plan with; default: profiles measured here.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Of a fleet, in its shapes; default: profiles measured here.")
+    ] = None,
     metrics_compat: Annotated[str, typer.Option(help="'vllm' adds vLLM's metric names.")] = "",
     record: Annotated[Path | None, typer.Option(help="Log the scheduler's inputs, to be replayed.")] = None,
 ) -> None:
@@ -78,6 +82,8 @@ def serve(
     places = read_placement(placement, file) if placement else None
     models = find_models(sources, served_model_name or [], quantization, slo)
     devices = devices_of(file, places)
+    if profile and not (file and devices):
+        raise ValueError("profile: is to plan with: it goes with a fleet file that has cluster.devices, or --placement")
     threads = threads or threads_of(devices)
     if file and memory is None and file.cluster.memory != "auto":
         memory = str(file.cluster.memory)
@@ -99,13 +105,14 @@ def serve(
     planning = devices is not None and places is None
     measures = planning and profile is None
     models = [paced(model, maximum, token_budget is not None, threads, given, measures) for model in models]
-    if planning and file and threads:
+    known = planned(file, profile, threads) if file and (planning or profile) else None
+    if planning and file and known:
         with console.status("planning"):
-            places = plan(file, profile, threads)
+            places = plan(file, known)
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(run(models, worker_groups(models, places, limits), fleet, server, host, port))
+        code = runner.run(run(models, worker_groups(models, places, limits, known), fleet, server, host, port))
     sys.exit(code)
 
 
