@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, median
@@ -131,19 +130,16 @@ def step_shapes(
     """
     context = ModelConfig.load(options.path).max_context
     steps = [step for probe in PROBES if (step := _probe(*probe, context))]
-    entries = []
-    for number, parallel in enumerate(shapes):
-        with ExitStack() as stack:
-            whole = stack.enter_context(Shape(options, Parallel()))
-            if parallel == Parallel():
-                entries.append(shape_entry(whole, step_share=1.0))
-                continue
-            shape = stack.enter_context(Shape(options, parallel))
-            jobs = [(one, step) for step in steps for one in (whole, shape)]
-            part = _part(progress, number - 1, len(shapes) - 1, seconds)
-            turns = [_low(mine) for mine in measure(jobs, seconds / (len(shapes) - 1), part)]
-        shares = [slowest / one for one, slowest in zip(turns[::2], turns[1::2], strict=True)]
-        entries.append(shape_entry(shape, step_share=median(shares)))
+    divided = [parallel for parallel in shapes if parallel != Parallel()]
+    with Shape(options, Parallel()) as whole:
+        entries = [shape_entry(whole, step_share=1.0)]
+        for number, parallel in enumerate(divided):
+            with Shape(options, parallel) as shape:
+                jobs = [(one, step) for step in steps for one in (whole, shape)]
+                part = _part(progress, number, len(divided), seconds)
+                turns = [_low(mine) for mine in measure(jobs, seconds / len(divided), part)]
+            shares = [slowest / one for one, slowest in zip(turns[::2], turns[1::2], strict=True)]
+            entries.append(shape_entry(shape, step_share=median(shares)))
     return entries
 
 
