@@ -185,5 +185,5 @@ def test_options_of_something_else_are_refused(fleet, monkeypatch, source, optio
 
 def test_a_profile_to_serve_with_needs_devices(fleet):
     fleet.write_text(FLEET.replace("devices: 2, ", ""))
-    with pytest.raises(ValueError, match="profile: is to plan with: it goes with a fleet file that has cluster.devices"):
+    with pytest.raises(ValueError, match="profile: is to plan with: it goes with a fleet file"):
         serve([str(fleet)], profile=Path("p.json"))
