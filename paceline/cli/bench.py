@@ -134,9 +134,11 @@ class Client:
                 elif body.get("stream"):
                     await self._tokens(answer, i, begin, outcomes, gaps[int(trace.models[i])])
                 else:
-                    await answer.aread()
-                    outcomes.first_tokens[i] = time.perf_counter() - begin
+                    one_shot = json.loads(await answer.aread())
+                    outcomes.first_tokens[i] = outcomes.finishes[i] = time.perf_counter() - begin
+                    self._check_embedding(one_shot, body["input"])
                     outcomes.statuses[i] = OK
+                    return
         except TimeoutError:
             self.reasons[f"no end within {self.timeout:g} s"] += 1
         except (httpx.HTTPError, *UNEXPECTED) as error:
@@ -175,6 +177,14 @@ class Client:
         if np.isnan(outcomes.first_tokens[i]):  # tokens, but no text
             outcomes.first_tokens[i] = time.perf_counter() - begin
         outcomes.statuses[i] = OK
+
+    def _check_embedding(self, answer: dict, prompt: str | list[int]) -> None:
+        """Raises ValueError for no vector, or one of another text: a prompt of ids is so long, nothing is added."""
+        if not answer["data"][0]["embedding"]:
+            raise ValueError("an embedding without numbers")
+        counted = answer["usage"]["prompt_tokens"]
+        if not self.text and counted != len(prompt):
+            raise ValueError(f"the server counts {counted} tokens in {len(prompt)} token ids")
 
     def _request(self, trace: Trace, i: int) -> tuple[str, dict]:
         random = np.random.default_rng(i)

@@ -22,8 +22,8 @@ class Goals(BaseModel):
 
 
 class Workload(BaseModel):
-    """The traffic that a planner expects: a rate and its burstiness, or recorded. Tokens of one-shot models do not
-    matter."""
+    """The traffic that a planner expects: a rate and its burstiness, or recorded. One-shot models have no output, and
+    all texts are taken to be as long as `prompt_tokens`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # requests/s

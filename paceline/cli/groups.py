@@ -1,7 +1,6 @@
 """Which groups of devices are started, with which models: as a placement says, as is planned, or one a model."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -13,7 +12,7 @@ from paceline.batching.config import SchedulerConfig
 from paceline.cli.drafting import lookahead
 from paceline.cli.fleet_file import FleetFile
 from paceline.cli.models import Model
-from paceline.cli.planning import load_placement, planned, traffic
+from paceline.cli.planning import Planned, load_placement, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import Parallel, Placement
 from paceline.engine.config import ModelConfig
@@ -53,12 +52,8 @@ def read_placement(path: Path, file: FleetFile | None) -> Placement:
     return placement
 
 
-def plan(file: FleetFile, profile: Path | None, threads: int) -> Placement:
-    """For the traffic that the fleet file expects. Models for which there is no memory are loaded by need.
-
-    Raises ValueError for models that nobody has measured.
-    """
-    known = planned(file, profile, threads)
+def plan(file: FleetFile, known: Planned) -> Placement:
+    """For the traffic that the fleet file expects. Models for which there is no memory are loaded by need."""
     expected = traffic(file, known, None, None, 0)
     problem = known.problem(expected)
     effort = {"effort": EVALUATIONS * len(expected)} if known.stepwise else {}
@@ -71,31 +66,30 @@ def plan(file: FleetFile, profile: Path | None, threads: int) -> Placement:
     return placement
 
 
-def threads_of(devices: int | None) -> int | None:
-    """Of each worker, where workers share the machine's cores."""
-    return devices and max(1, len(os.sched_getaffinity(0)) // devices)
-
-
-def worker_groups(models: Sequence[Model], placement: Placement | None, limits: Limits) -> list[WorkerGroup]:
-    """Without a placement a worker for each model."""
+def worker_groups(
+    models: Sequence[Model], placement: Placement | None, limits: Limits, known: Planned | None = None
+) -> list[WorkerGroup]:
+    """Without a placement a worker for each model. `known`: what was planned with, which says what a stage takes."""
     if placement is None:
         return [worker_group([model], limits) for model in models]
     named = {model.name: model for model in models}
     return [
-        worker_group([named[name] for name in group.models], limits, group.parallel)
+        worker_group([named[name] for name in group.models], limits, group.parallel, known)
         for group in placement.groups
         if group.models
     ]
 
 
 def worker_group(
-    models: Sequence[Model], limits: Limits, parallel: Parallel = Parallel()  # noqa: B008
+    models: Sequence[Model], limits: Limits, parallel: Parallel = Parallel(), known: Planned | None = None  # noqa: B008
 ) -> WorkerGroup:
     """Models that share the workers of a group, and what each leaves of the memory for KV: an equal part.
 
     Where the memory does not hold all of them, as many as it does are loaded at a time.
     """
-    memory, served = limits["memory"], [group_model(model, parallel) for model in models]
+    shares = [known.share(model.name, parallel) if known else None for model in models]
+    served = [group_model(model, parallel, share) for model, share in zip(models, shares, strict=True)]
+    memory = limits["memory"]
     slots = slots_of([weight_bytes(model) / parallel.devices for model in models], memory) if memory else None
     if slots is None:
         left = range(len(models), 0, -1)
@@ -152,9 +146,9 @@ def worker_options(model: Model, limits: Limits, share: float) -> WorkerOptions:
     )
 
 
-def group_model(model: Model, parallel: Parallel) -> ServedModel:
-    """Of a step's time a stage is taken to have its share of the devices: nobody has measured shapes."""
-    drafting, share = model.drafting, 1 / parallel.devices
+def group_model(model: Model, parallel: Parallel, share: float | None = None) -> ServedModel:
+    """`share`: of a step's time that a stage takes; None: nobody knows, and it is taken to be that of the devices."""
+    drafting, share = model.drafting, share or 1 / parallel.devices
     step = model.profile.step_time if model.profile else None
     return ServedModel(
         model.name,

@@ -7,7 +7,8 @@ from paceline.batching.budget import GoalBudget
 from paceline.cli import fleet_file, profile_cache
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization
-from paceline.cli.profile import goal_budget, measured_here
+from paceline.cli.fleet_profile import measured_here
+from paceline.cli.profile import goal_budget
 from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
 from paceline.engine.config import ModelConfig
@@ -91,6 +92,10 @@ def paced(
     profile` with these options. Raises ValueError for a goal below the floor.
     """
     if model.encoder:
+        file = profile_cache.cache_file(model.path, model.quantization, profile_cache.Device.here(threads))
+        if measures and not file.exists():
+            given = ["--threads", str(threads)] if threads else []
+            measured_here(model.path, model.name, ["--quick", "--quantization", model.quantization, *given])
         return model
     device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
     needed = measures or tbt is not None or model.slo.ttft is not None or chooses
@@ -99,7 +104,7 @@ def paced(
         file = profile_cache.cache_file(path, model.quantization, device)
         known = profile_cache.load(file)
         if known is None and needed:
-            measured_here(path, name, [*options, "--quantization", model.quantization])
+            measured_here(path, name, ["--quick", *options, "--quantization", model.quantization])
             known = profile_cache.load(file)
             assert known is not None
         return known

@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from paceline.cli.sources import resolve
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Cluster, Group, Parallel, Placement
 from paceline.core.request import SLO
+from paceline.engine.encoder_config import EncoderConfig, is_encoder
+from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
+from paceline.latency.texts import TextTimes
 from paceline.placement.problem import Problem
 from paceline.placement.tables import ModelTable, ShapeTable, from_layers
 from paceline.simulator.fleet import SimulatedModel, judge
@@ -36,12 +40,27 @@ class ShapeEntry(msgspec.Struct):
     pipeline: int = 1
     tensor: int = 1
     stage_latency: dict[str, list[float]] | None = None
+    step_share: float | None = None
+    by_length: dict[int, dict[int, tuple[float, ...]]] | None = None
 
 
 class ModelEntry(msgspec.Struct):
     parallel: list[ShapeEntry]
     step_time: dict[str, Any] | None = None
     roofline: dict[str, Any] | None = None
+    tiles: Any = None
+    cliffs: Any = None
+    knee: Any = None
+    error: Any = None
+    noise: Any = None
+    widths: Any = None
+
+    def measured(self) -> Profile | None:
+        """What `paceline profile` wrote of a model with steps; None where some of it is missing. Raises ValueError."""
+        fields = {one.name: getattr(self, one.name) for one in dataclass_fields(Profile)}
+        if any(value is None for value in fields.values()):
+            return None
+        return msgspec.convert(fields, Profile, str_keys=True)
 
 
 class PlanningProfile(msgspec.Struct):
@@ -82,6 +101,12 @@ class Planned:
     def stepwise(self) -> bool:
         return any(model.step_time for model in self.models)
 
+    def share(self, name: str, parallel: Parallel) -> float | None:
+        """Of a step's time that the slowest stage of this shape takes; None of one-shot models and unknown shapes."""
+        model = self.models[self.names.index(name)]
+        known = model.step_time is not None and parallel in model.table.shapes
+        return model.share(parallel) if known else None
+
     def problem(self, trace: Trace, rule: str = "finish", cluster: Cluster | None = None) -> Problem:
         """To place the models for this traffic. A stepwise model keeps room for KV of two mean requests at least."""
         slo = [np.inf if model.slo.deadline is None else model.slo.deadline for model in self.models]
@@ -114,7 +139,7 @@ def planned(fleet: FleetFile, profile: Path | None, threads: int | None = None) 
     """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores, or all
     of them. Raises ValueError naming what is missing."""
     if threads is None and isinstance(fleet.cluster.devices, int):
-        threads = max(1, len(os.sched_getaffinity(0)) // fleet.cluster.devices)
+        threads = profile_cache.threads_of(fleet.cluster.devices)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
     models = [_model(entry, file, errors, threads) for entry in fleet.models]
@@ -135,16 +160,21 @@ def _model(
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
         return _from_profile(entry.name, known[name], slo)
     path = resolve(entry.source)
+    one_shot = is_encoder(path)
     devices = profile_cache.Device.here(threads), profile_cache.Device.here(None)
-    files = [profile_cache.cache_file(path, entry.quantization, device) for device in devices]
-    found = profile_cache.load(files[0]) or profile_cache.load(files[1])
-    if found is None:
+    kept, other = (profile_cache.cache_file(path, entry.quantization, device) for device in devices)
+    kept = kept if kept.exists() else other
+    found = None if one_shot else profile_cache.load(kept)
+    if found is None and not (one_shot and kept.exists()):
         raise ValueError(
             f"source: {entry.source!r} has no profile on this machine; run `paceline profile {entry.source}` "
             f"first, or give --profile FILE with a model {entry.name!r}"
         )
-    for name, value in (("p50", found.error.p50), ("p95", found.error.p95)):
+    error = asdict(found.error) if found else PlanningProfile.load(kept).error or {}
+    for name, value in error.items():
         errors[name] = max(errors.get(name, 0.0), value)
+    if found is None:
+        return SimulatedModel(_from_texts(entry, path, kept), slo)
     floor = found.roofline
     table = _from_config(entry, path)
     budget = goal_budget(entry.name, found, SchedulerConfig().token_budget, slo.tbt)
@@ -152,7 +182,7 @@ def _model(
 
 
 def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
-    shapes = {}
+    shapes, shares = {}, {}
     for index, one in enumerate(entry.parallel):
         where, stages = f"profile: {name}.parallel.{index}", one.pipeline
         if len(one.stage_weight_bytes) != stages:
@@ -166,21 +196,41 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
             raise ValueError(f"{where}.stage_latency: a time is not at least 0")
         if not latency and entry.step_time is None:
             raise ValueError(f"{where}: neither stage_latency (one-shot) nor step_time (autoregressive) is there")
+        if one.step_share is not None:
+            if not one.step_share > 0:
+                raise ValueError(f"{where}.step_share: {one.step_share} is not above 0")
+            shares[Parallel(stages, one.tensor)] = one.step_share
         weights = tuple(int(bytes_) for bytes_ in one.stage_weight_bytes)
         shapes[Parallel(stages, one.tensor)] = ShapeTable(weights, latency or {1: (0.0,) * stages})
     if entry.step_time is None:
         return SimulatedModel(ModelTable(name, shapes), slo)
     try:
-        step = msgspec.convert(entry.step_time, StepTime)
+        step, measured = msgspec.convert(entry.step_time, StepTime), entry.measured()
     except msgspec.ValidationError as error:
-        raise ValueError(f"profile: {name}.step_time: {error}") from error
+        raise ValueError(f"profile: {name}: {error}") from error
     if len(step.linear) < 2:
         raise ValueError(f"profile: {name}.step_time.linear: needs times of steps of 0, 1 and more tokens")
-    if set(shapes) == {Parallel()}:  # nothing else was measured: stages of equal layers
+    if set(shapes) == {Parallel()} and not shares:  # nothing else was measured: stages of equal layers
         whole = shapes[Parallel()].stage_weight_bytes[0]
         for pipeline in PIPELINES[1:]:
             shapes[Parallel(pipeline)] = ShapeTable((-(-whole // pipeline),) * pipeline, {1: (0.0,) * pipeline})
-    return SimulatedModel(ModelTable(name, shapes), slo, step, int((entry.roofline or {}).get("kv_bytes", 0)))
+    budget = measured and goal_budget(name, measured, SchedulerConfig().token_budget, slo.tbt)
+    kv_bytes = int((entry.roofline or {}).get("kv_bytes", 0))
+    return SimulatedModel(ModelTable(name, shapes), slo, step, kv_bytes, budget, shares)
+
+
+def _from_texts(entry: Entry, path: Path, kept: Path) -> ModelTable:
+    """Of an encoder that was measured on one device: for texts as long as its workload says. Other shapes are cut from
+    equal layers."""
+    (model,) = PlanningProfile.load(kept).models.values()
+    (one,) = model.parallel
+    if not one.by_length:
+        raise ValueError(f"profile: {kept} has no by_length; delete it and profile again")
+    latency, layers = TextTimes(one.by_length).at(entry.workload.prompt_tokens), EncoderConfig.load(path).layers
+    seconds, weight = sum(latency[1]) / layers, int(sum(one.stage_weight_bytes)) // layers
+    table = from_layers(entry.name, [seconds] * layers, [weight] * layers, PIPELINES)
+    table.shapes[Parallel()] = ShapeTable((int(sum(one.stage_weight_bytes)),), latency)
+    return table
 
 
 def _from_config(entry: Entry, path: Path) -> ModelTable:

@@ -1,8 +1,6 @@
 """`paceline profile`: measures a model's steps here, and says what follows for the token budget."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,33 +11,38 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from paceline.batching.budget import GoalBudget
-from paceline.cli import draft_profile, profile_cache
+from paceline.cli import draft_profile, fleet_file, fleet_profile, profile_cache
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
+from paceline.cli.profile_cache import threads_of
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import default_name, resolve
 from paceline.core.batch import StepShape
 from paceline.core.drafter_name import FORMS
 from paceline.core.model_spec import ModelSpec
+from paceline.engine.encoder_config import is_encoder
 from paceline.latency.profile import Profile
 
 if TYPE_CHECKING:
     from paceline.engine.runner import ModelRunner
 
 FULL_S, QUICK_S = 120.0, 12.0  # about how long to measure
-MAX_TOKENS = 512  # of a step, unless told otherwise
+MAX_TOKENS, MAX_BATCH = 512, 256  # of a step, unless told otherwise
+ENCODER_TOKENS = 256  # of a text, likewise
 BATCHES = (1, 8, 32, 128)
 errors = Console(stderr=True)
 
 
 def profile(
-    source: Annotated[str, typer.Argument(metavar="SOURCE", help="builtin:NAME, a directory or a hub id.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE | FLEET.yaml", help="builtin:NAME, a directory or a hub id; or a fleet.")
+    ],
     drafts: Annotated[
         list[str] | None,
         typer.Argument(metavar="[DRAFT ...]", help=f"With --speculation: {FORMS}."),
     ] = None,
     token_budget: Annotated[int, typer.Option(min=2, help="The widest step to measure, in tokens.")] = MAX_TOKENS,
-    max_batch: Annotated[int, typer.Option(min=1, help="The most decodes of a step.")] = 256,
+    max_batch: Annotated[int, typer.Option(min=1, help="The most decodes of a step.")] = MAX_BATCH,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's own.")] = None,
     memory: Annotated[str | None, typer.Option(help="For weights and KV, such as 6GiB; default: what is left.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
@@ -52,6 +55,13 @@ def profile(
         Path | None, typer.Option(help="With --speculation: what is continued; default: Python's own sources.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps, each fewer times.")] = False,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="About how long to measure a model; default: 120, quick 12.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of an encoder's texts; default: its workload's in a fleet, or 256.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="With FLEET.yaml: the profile file, to plan with.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time and tokens/s by width into this PNG.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the profile file here too.")] = None,
 ) -> None:
@@ -59,13 +69,31 @@ def profile(
 
     Example: paceline profile builtin:coder --tbt-goal 0.05
     Which draft pays: paceline profile --speculation builtin:coder builtin:coder-draft ngram
+    Every model of a fleet, in every shape: paceline profile fleet.yaml --out profile.json
     """
     if bool(drafts) != speculation:
         raise ValueError("speculation: takes the drafts behind the source, and they need --speculation")
-    path, name = resolve(source), default_name(source)
-    for option, file in (("plot", plot), ("json", json)):
+    for option, file in (("plot", plot), ("json", json), ("out", out)):
         if file and not file.parent.is_dir():
             raise ValueError(f"{option}: {file.parent} is not a directory")
+    of_steps = {
+        "speculation": speculation, "tbt-goal": tbt_goal is not None, "plot": plot, "memory": memory,
+        "context": context, "token-budget": token_budget != MAX_TOKENS, "max-batch": max_batch != MAX_BATCH,
+    }  # fmt: skip
+    if source.endswith((".yaml", ".yml")):
+        _refuse(of_steps | {"json": json, "quantization": quantization != "none"}, "of one model, and this is a fleet")
+        if out is None:
+            raise ValueError("out: says where a fleet's profile goes: --out PROFILE.json")
+        _fleet(Path(source), out, threads, prompt_tokens, seconds, quick)
+        return
+    _refuse({"out": out}, "of a fleet; one model's profile goes to --json")
+    path, name = resolve(source), default_name(source)
+    seconds = seconds or (QUICK_S if quick else FULL_S)
+    if is_encoder(path):
+        _refuse(of_steps, f"of models that generate, and {source!r} is an encoder")
+        _encoder(path, name, json, threads, quantization, prompt_tokens or ENCODER_TOKENS, seconds, quick)
+        return
+    _refuse({"prompt-tokens": prompt_tokens}, f"of encoders, and {source!r} generates")
     figure = _figure() if plot else None
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for workers; before torch is imported
     if speculation:
@@ -107,7 +135,7 @@ def profile(
             max_tokens=token_budget,
             max_batch=max_batch,
             quantization=quantization,
-            seconds=QUICK_S if quick else FULL_S,
+            seconds=seconds,
             progress=lambda done, total: bars.update(steps, completed=done, total=total),
         )
     device = profile_cache.Device.here(threads)
@@ -127,14 +155,47 @@ def profile(
     errors.print(f"kept in {kept}", highlight=False, soft_wrap=True)
 
 
-def measured_here(path: Path, name: str, options: list[str]) -> None:
-    """Profiles a model in a process of its own, which shows its progress, and leaves the profile in the cache.
+def _refuse(options: dict[str, Any], whose: str) -> None:
+    """Raises ValueError for the first option that is given, and is not for this."""
+    given = next((option for option, value in options.items() if value), None)
+    if given:
+        raise ValueError(f"{given}: is {whose}")
 
-    Raises ValueError when that fails; the process has said why.
-    """
-    command = [sys.executable, "-m", "paceline.cli.main", "profile", str(path), "--quick", *options]
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
-        raise ValueError(f"{name!r} could not be profiled, so its goal or its drafts cannot be chosen; see above")
+
+def _fleet(
+    source: Path, out: Path, threads: int | None, tokens: int | None, seconds: float | None, quick: bool
+) -> None:
+    file = fleet_file.load(source)
+    devices = file.cluster.devices if isinstance(file.cluster.devices, int) else 1
+    each = threads or threads_of(devices)
+    assert each is not None
+    with _progress() as bars:
+        found = fleet_profile.fleet(file, each, tokens, seconds, quick, bars)
+    profile_cache.write(out, found)
+    Console().print(fleet_profile.shapes_table(found))
+    errors.print(f"kept in {out}", highlight=False, soft_wrap=True)
+
+
+def _encoder(
+    path: Path, name: str, json: Path | None, threads: int | None, quantization: str, tokens: int, seconds: float,
+    quick: bool,
+) -> None:  # fmt: skip
+    device = profile_cache.Device.here(threads)
+    with _progress() as bars:
+        task = bars.add_task(f"profiling {name}", total=None)
+
+        def progress(gone: float, planned: float) -> None:
+            bars.update(task, completed=gone, total=planned)
+
+        entry = fleet_profile.encoder_alone(path, tokens, threads, quantization, seconds, quick, progress)
+    kept = profile_cache.cache_file(path, quantization, device)
+    for file in (kept, json):
+        if file:
+            profile_cache.write(file, {"models": {name: entry}, "device": device, "error": entry["error"]})
+    Console().print(fleet_profile.encoder_table(entry))
+    wrong = entry["error"]
+    Console().print(f"error at lengths between: P50 {wrong['p50']:.1%}, P95 {wrong['p95']:.1%}", highlight=False)
+    errors.print(f"kept in {kept}", highlight=False, soft_wrap=True)
 
 
 def goal_budget(name: str, result: Profile, maximum: int, tbt: float | None) -> GoalBudget:

@@ -34,6 +34,11 @@ class ProfileFile(msgspec.Struct, frozen=True):
     error: Percentiles
 
 
+def threads_of(devices: int | None) -> int | None:
+    """Of each worker, where workers share the machine's cores."""
+    return devices and max(1, len(os.sched_getaffinity(0)) // devices)
+
+
 def cpu_name() -> str:
     """The processor in its maker's words."""
     path = Path("/proc/cpuinfo")
@@ -60,10 +65,15 @@ def document(name: str, profile: Profile, device: Device) -> dict[str, Any]:
 
 
 def save(path: Path, name: str, profile: Profile, device: Device) -> None:
+    """Writes the profile file of a model with steps. Raises OSError."""
+    write(path, document(name, profile, device))
+
+
+def write(path: Path, contents: dict[str, Any]) -> None:
     """Writes a profile file, whole or not at all. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(msgspec.json.format(msgspec.json.encode(document(name, profile, device)), indent=1))
+    partial.write_bytes(msgspec.json.format(msgspec.json.encode(contents), indent=1))
     partial.replace(path)
 
 

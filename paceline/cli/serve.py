@@ -19,8 +19,10 @@ from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
 from paceline.cli.fleet_file import Quantization
-from paceline.cli.groups import Limits, devices_of, plan, read_placement, threads_of, worker_groups
+from paceline.cli.groups import Limits, devices_of, plan, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
+from paceline.cli.planning import planned
+from paceline.cli.profile_cache import threads_of
 from paceline.cli.replan import WINDOW_S, Replanner
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
@@ -66,7 +68,9 @@ def serve(
     placement: Annotated[
         Path | None, typer.Option(help="Which models where, by `paceline plan`; default: planned if `cluster` is.")
     ] = None,
-    profile: Annotated[Path | None, typer.Option(help="To plan with; default: profiles measured here.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Of a fleet, in its shapes; default: profiles measured here.")
+    ] = None,
     replan: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds after which to plan again, for recent traffic, and move.")
     ] = None,
@@ -85,6 +89,8 @@ def serve(
     places = read_placement(placement, file) if placement else None
     models = find_models(sources, served_model_name or [], quantization, slo)
     devices = devices_of(file, places)
+    if profile and not (file and devices):
+        raise ValueError("profile: is to plan with: it goes with a fleet file that has cluster.devices, or --placement")
     threads = threads or threads_of(devices)
     if file and memory is None and file.cluster.memory != "auto":
         memory = str(file.cluster.memory)
@@ -106,12 +112,13 @@ def serve(
     planning = devices is not None and places is None
     measures = planning and profile is None
     models = [paced(model, maximum, token_budget is not None, threads, given, measures) for model in models]
-    if planning and file and threads:
+    known = planned(file, profile, threads) if file and (planning or profile) else None
+    if planning and file and known:
         with console.status("planning"):
-            places = plan(file, profile, threads)
+            places = plan(file, known)
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
-    groups = partial(worker_groups, models, limits=limits)
+    groups = partial(worker_groups, models, limits=limits, known=known)
     if replan and places is None:
         raise ValueError("replan: needs a fleet file with a cluster, or a placement")
     options = {"file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups}

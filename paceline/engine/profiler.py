@@ -12,7 +12,7 @@ from random import Random
 
 from paceline.core.batch import StepShape
 from paceline.core.request import SamplingParams
-from paceline.core.work import NewSequence, SliceWork
+from paceline.core.work import Engine, NewSequence, SliceWork
 from paceline.engine import machine
 from paceline.engine.runner import ModelRunner
 from paceline.latency.profile import Measured, Profile, summarize
@@ -58,7 +58,7 @@ def profile(
             f"num-blocks: {info.num_blocks} KV blocks of {info.block_size} tokens are too few to profile steps of "
             f"{max_tokens} tokens; lower token-budget or give more memory"
         )
-    bench = _Bench(runner)
+    bench = Bench(runner)
     bench.run([(0, max_tokens, True)])
     widest = bench.run([(0, max_tokens, True)])
     density = next(d for d in DENSITIES if d == 1 or _round_seconds(d, max_tokens, widest) * 4 <= seconds)
@@ -129,10 +129,10 @@ def _mix(rng: Random, width: int, max_batch: int, runner: ModelRunner) -> Slices
     return slices
 
 
-class _Bench:
-    """Runs steps on an engine. The keys and values that they read are whatever the pool holds."""
+class Bench:
+    """Runs steps on an engine, a worker's part too. The keys and values that they read are whatever the pool holds."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: Engine) -> None:
         self.runner = runner
         self.tokens = Random(SEED).choices(range(runner.info.vocab_size), k=runner.info.context + 1)
         self.params = SamplingParams(max_tokens=1 << 30, temperature=0.0, ignore_eos=True)

@@ -111,7 +111,11 @@ def _likeness(problem: Problem, p: int, q: int) -> tuple[bool, int, int]:
 
 
 def bucketings(problem: Problem) -> Iterator[list[Ints]]:
-    """Ways to divide the models by latency into two buckets or more, at the widest gaps first."""
+    """Ways to divide the models into two buckets or more: by kind, for no group has both; by latency, at the widest
+    gaps first."""
+    kinds = [np.flatnonzero(problem.kind_of == kind) for kind in np.unique(problem.kind_of)]
+    if len(kinds) > 1:
+        yield kinds
     alone = np.array([table.alone for table in problem.tables])
     order = np.argsort(alone, kind="stable")
     ratios = alone[order][1:] / alone[order][:-1]

@@ -5,7 +5,7 @@ scheduler, as they would live. Groups share nothing, so each kind is simulated o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,16 @@ class SimulatedModel:
     step_time: StepTime | None = None
     kv_bytes: int = 0  # of a token, in all layers
     budget: GoalBudget | None = None  # as it is served with on one whole device; None: always the token budget
+    shares: dict[Parallel, float] = field(default_factory=dict)  # of a step's time that the slowest stage takes
 
     @property
     def name(self) -> str:
         return self.table.name
 
     def share(self, parallel: Parallel) -> float:
-        """Of a step's time that the slowest stage takes: that of its weights. A guess for shapes nobody measured."""
+        """Of a step's time that the slowest stage takes; of shapes that nobody measured a guess, by its weights."""
+        if parallel in self.shares:
+            return self.shares[parallel]
         known = self.table.shapes
         whole = sum(known[Parallel()].stage_weight_bytes) if Parallel() in known else 0
         part = max(known[parallel].stage_weight_bytes)

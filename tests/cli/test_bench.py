@@ -18,11 +18,17 @@ ANSWERS = {
     "error": [{"error": "[/v1] boom"}],
     "late": [{"choices": [{"text": "a"}]}, "wait"],
 }
+EMBEDDINGS = {
+    "vector": {"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 3}},
+    "longer": {"data": [{"embedding": [0.5]}], "usage": {"prompt_tokens": 5}},  # special tokens were added
+    "hollow": {"data": [{"embedding": []}], "usage": {"prompt_tokens": 3}},
+    "nothing": {"data": []},
+}
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        body = json.dumps({"data": [{"id": name} for name in [*ANSWERS, "refused"]]}).encode()
+        body = json.dumps({"data": [{"id": name} for name in [*ANSWERS, *EMBEDDINGS, "refused"]]}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -32,6 +38,8 @@ class Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.send_response(429 if request["model"] == "refused" else 200)
         self.end_headers()
+        if self.path == "/v1/embeddings" and request["model"] in EMBEDDINGS:
+            self.wfile.write(json.dumps(EMBEDDINGS[request["model"]]).encode())
         for event in ANSWERS.get(request["model"], []):
             if event == "wait":
                 self.server.release.wait(10)
@@ -65,6 +73,19 @@ async def test_only_whole_answers_count(url):
     assert status == {"whole": 0, "cut": 3, "empty": 3, "odd": 3, "error": 3, "late": 3, "refused": 1}
     assert outcomes.outputs[0] == 2 and outcomes.outputs[1] == 1 and sum(client.reasons.values()) == 6
     assert any("ended early" in reason for reason in client.reasons) and "no end within 4 s" in client.reasons
+
+
+async def test_a_one_shot_request_ends_with_its_first_and_only_answer(url):
+    names = (*EMBEDDINGS, "refused")
+    count = len(names)
+    zeros = np.zeros(count, np.int64)
+    client = Client(url, {}, 4.0, False)
+    trace = Trace(np.zeros(count), np.arange(count, dtype=np.int32), zeros + 3, zeros, names)
+    outcomes, _ = await client.send(trace)
+    status = dict(zip(names, outcomes.statuses.tolist(), strict=True))
+    assert status == {"vector": 0, "longer": 3, "hollow": 3, "nothing": 3, "refused": 1}
+    assert outcomes.first_tokens[0] == outcomes.finishes[0] > 0 and not outcomes.outputs.any()
+    assert "ValueError: the server counts 5 tokens in 3 token ids" in client.reasons
 
 
 async def test_a_server_that_is_none_is_named():

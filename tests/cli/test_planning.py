@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import fleet_file
+from paceline.cli.groups import plan
 from paceline.cli.planning import _from_config, load_placement, planned, traffic
 from paceline.core.cluster import Parallel
 from paceline.engine.config import ModelConfig
@@ -228,3 +229,21 @@ def test_stages_hold_all_experts_and_compute_some(tmp_path, quantization):
     (seconds,) = shapes[Parallel()].stage_latency[1]
     idle = config.layer_bytes(1, quantization, 2) - config.layer_bytes(1, quantization, 0)  # 4 of 6 work
     assert dense == after and seconds == head + 2 * dense + sparse - idle
+
+
+def test_models_of_both_kinds_get_devices_though_their_latencies_are_alike(folder):
+    """No group has both; without a split by kind the one-shot models take all groups before the other one comes."""
+    step = {"linear": [0.01] * 300, "emit": 0.0, "decode": 0.0, "decode_context": 0.0, "chunk": 0.0,
+            "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
+    known = profile({"small": 0.02})
+    known["models"]["llm"] = known["models"]["small"] | {"step_time": step}
+    (folder / "profile.json").write_text(json.dumps(known))
+    (folder / "fleet.yaml").write_text(
+        "models:\n  - {name: a, source: 'profile:small', slo: {deadline: 1.0}, workload: {rate: 4.0}}\n"
+        "  - {name: b, source: 'profile:small', slo: {deadline: 1.0}, workload: {rate: 4.0}}\n"
+        "  - {name: c, source: 'profile:llm', slo: {ttft: 1.0}, workload: {rate: 1.0, output_tokens: 8}}\n"
+        "cluster: {devices: 2, memory: 16GiB}\n"
+    )
+    file = fleet_file.load(folder / "fleet.yaml")
+    groups = plan(file, planned(file, folder / "profile.json")).groups
+    assert sorted(group.models for group in groups) == [("a", "b"), ("c",)]

