@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.cli.drafting import lookahead
-from paceline.cli.fleet_file import FleetFile
+from paceline.cli.fleet_file import ClusterKeys, FleetFile
 from paceline.cli.models import Model
 from paceline.cli.planning import load_placement, planned, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
@@ -13,6 +14,7 @@ from paceline.core.cluster import Parallel, Placement
 from paceline.placement.search import plan as search
 from paceline.runtime.fleet import WorkerGroup
 from paceline.runtime.group import ServedModel
+from paceline.runtime.ray_process import RayCluster
 
 EVALUATIONS = 30  # of local search in planning, where every one simulates steps: `paceline plan` takes more
 Limits = dict[str, int | None]
@@ -80,6 +82,15 @@ def worker_group(
     options = (worker_options(model, limits, 1 / count) for model, count in zip(models, left, strict=True))
     command = GroupOptions(tuple(options), parallel).command
     return WorkerGroup(tuple(group_model(model, parallel) for model in models), command, parallel)
+
+
+def on_cluster(
+    groups: Sequence[WorkerGroup], cluster: RayCluster, threads: int, file: FleetFile | None
+) -> list[WorkerGroup]:
+    """On nodes of a Ray cluster, with so many cores for each worker. Raises ValueError where there is no room."""
+    keys = file.cluster if file else ClusterKeys()
+    launchers = cluster.reserve([group.parallel for group in groups], {"CPU": threads}, keys.devices_per_node)
+    return [replace(group, launcher=launcher) for group, launcher in zip(groups, launchers, strict=True)]
 
 
 def worker_options(model: Model, limits: Limits, share: float) -> WorkerOptions:

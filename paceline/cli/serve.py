@@ -17,12 +17,13 @@ from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
 from paceline.cli.fleet_file import Quantization
-from paceline.cli.groups import Limits, devices_of, plan, read_placement, threads_of, worker_groups
+from paceline.cli.groups import Limits, devices_of, on_cluster, plan, read_placement, threads_of, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.core.request import SLO
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
+from paceline.runtime.ray_process import RayCluster
 from paceline.server.app import ServedModel, ServerConfig, create_app
 from paceline.server.serve import bind
 from paceline.server.serve import serve as serve_http
@@ -63,6 +64,10 @@ def serve(
         Path | None, typer.Option(help="Which models where, by `paceline plan`; default: planned if `cluster` is.")
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="To plan with; default: profiles measured here.")] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run the workers on a Ray cluster: HOST:PORT of its head, or auto."),
+    ] = None,
     metrics_compat: Annotated[str, typer.Option(help="'vllm' adds vLLM's metric names.")] = "",
     record: Annotated[Path | None, typer.Option(help="Log the scheduler's inputs, to be replayed.")] = None,
 ) -> None:
@@ -78,7 +83,8 @@ def serve(
     places = read_placement(placement, file) if placement else None
     models = find_models(sources, served_model_name or [], quantization, slo)
     devices = devices_of(file, places)
-    threads = threads or threads_of(devices)
+    cluster = RayCluster(ray) if ray else None
+    threads = threads or (cluster.cores(devices or len(models)) if cluster else threads_of(devices))
     if file and memory is None and file.cluster.memory != "auto":
         memory = str(file.cluster.memory)
     limits: Limits = {
@@ -102,10 +108,15 @@ def serve(
     if planning and file and threads:
         with console.status("planning"):
             places = plan(file, profile, threads)
+    groups = worker_groups(models, places, limits)
+    if cluster and threads:
+        groups = on_cluster(groups, cluster, threads, file)
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(run(models, worker_groups(models, places, limits), fleet, server, host, port))
+        code = runner.run(run(models, groups, fleet, server, host, port))
+    if cluster:
+        cluster.close()
     sys.exit(code)
 
 
