@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: serve test lint bench bench-exactness models install clean
+.PHONY: serve test test-cluster lint bench bench-exactness models install clean
 
 serve: install
 	$(BIN)/paceline serve $(ARGS)
@@ -13,6 +13,10 @@ test: $(VENV)/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-cluster: $(VENV)/test-installed
+	$(PIP) -e '.[cluster]'
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m cluster $(ARGS)
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .
