@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 
 CHAOS ?= 20  # faults
 
-.PHONY: serve test chaos lint bench bench-exactness models install clean
+.PHONY: serve test chaos test-cluster lint bench bench-exactness models install clean
 
 serve: install
 	$(BIN)/paceline serve $(ARGS)
@@ -15,6 +15,10 @@ test: $(VENV)/test-installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-cluster: $(VENV)/test-installed
+	$(PIP) -e '.[cluster]'
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m cluster $(ARGS)
 
 lint: $(VENV)/test-installed
 	$(BIN)/ruff check .

@@ -15,7 +15,8 @@ def test_the_changelog_knows_the_version():
 
 def test_every_dependency_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"], *extras["cluster"]]
     names = {re.match(r"[A-Za-z0-9_.-]+", item).group().lower().replace("_", "-") for item in wanted}
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = {line.split("==")[0].lower().replace("_", "-") for line in lines if "==" in line}

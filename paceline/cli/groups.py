@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from paceline.batching.config import SchedulerConfig
 from paceline.cli.drafting import lookahead
-from paceline.cli.fleet_file import FleetFile
+from paceline.cli.fleet_file import ClusterKeys, FleetFile
 from paceline.cli.models import Model
 from paceline.cli.planning import Planned, load_placement, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
@@ -19,6 +19,7 @@ from paceline.engine.config import ModelConfig
 from paceline.placement.search import plan as search
 from paceline.runtime.fleet import WorkerGroup
 from paceline.runtime.group import ServedModel
+from paceline.runtime.ray_process import RayCluster
 
 EVALUATIONS = 30  # of local search in planning, where every one simulates steps: `paceline plan` takes more
 OVERHEAD = 640 << 20  # bytes of a worker beside its models: interpreter, libraries, the largest step
@@ -132,6 +133,15 @@ def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:
         return None
     per_token = ModelConfig.load(model.path).kv_bytes_per_token / parallel.devices
     return max(1, int(room / (per_token * BLOCK_SIZE)))
+
+
+def on_cluster(
+    groups: Sequence[WorkerGroup], cluster: RayCluster, threads: int, file: FleetFile | None
+) -> list[WorkerGroup]:
+    """On nodes of a Ray cluster, with so many cores for each worker. Raises ValueError where there is no room."""
+    keys = file.cluster if file else ClusterKeys()
+    launchers = cluster.reserve([group.parallel for group in groups], {"CPU": threads}, keys.devices_per_node)
+    return [dataclasses.replace(group, launcher=launcher) for group, launcher in zip(groups, launchers, strict=True)]
 
 
 def worker_options(model: Model, limits: Limits, share: float) -> WorkerOptions:

@@ -19,7 +19,7 @@ from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
 from paceline.cli.fleet_file import Quantization
-from paceline.cli.groups import Limits, devices_of, plan, read_placement, worker_groups
+from paceline.cli.groups import Limits, devices_of, on_cluster, plan, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
 from paceline.cli.planning import planned
 from paceline.cli.profile_cache import threads_of
@@ -28,6 +28,7 @@ from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.core.request import SLO
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
+from paceline.runtime.ray_process import RayCluster
 from paceline.runtime.recent import Recent
 from paceline.server.app import ServedModel, ServerConfig, create_app
 from paceline.server.serve import bind
@@ -74,6 +75,10 @@ def serve(
     replan: Annotated[
         float | None, typer.Option(min=1.0, help="Seconds after which to plan again, for recent traffic, and move.")
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run the workers on a Ray cluster: HOST:PORT of its head, or auto."),
+    ] = None,
     metrics_compat: Annotated[str, typer.Option(help="'vllm' adds vLLM's metric names.")] = "",
     record: Annotated[Path | None, typer.Option(help="Log the scheduler's inputs, to be replayed.")] = None,
 ) -> None:
@@ -91,7 +96,8 @@ def serve(
     devices = devices_of(file, places)
     if profile and not (file and devices):
         raise ValueError("profile: is to plan with: it goes with a fleet file that has cluster.devices, or --placement")
-    threads = threads or threads_of(devices)
+    cluster = RayCluster(ray) if ray else None
+    threads = threads or (cluster.cores(devices or len(models)) if cluster else threads_of(devices))
     if file and memory is None and file.cluster.memory != "auto":
         memory = str(file.cluster.memory)
     limits: Limits = {
@@ -102,6 +108,8 @@ def serve(
         "num_blocks": num_blocks,
         "threads": threads,
     }
+    if replan and (devices is None or ray):
+        raise ValueError("replan: needs a fleet file with a cluster, or a placement, and goes without --ray")
     if record and not record.parent.is_dir():
         raise ValueError(f"record: {record.parent} is not a directory")
     sizes = {
@@ -119,12 +127,15 @@ def serve(
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
     groups = partial(worker_groups, models, limits=limits, known=known)
-    if replan and places is None:
-        raise ValueError("replan: needs a fleet file with a cluster, or a placement")
+    started = groups(places)
+    if cluster and threads:
+        started = on_cluster(started, cluster, threads, file)
     options = {"file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups}
     replans = replan and partial(replanned, every=replan, **options)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(run(models, groups(places), fleet, server, host, port, replans))
+        code = runner.run(run(models, started, fleet, server, host, port, replans))
+    if cluster:
+        cluster.close()
     sys.exit(code)
 
 

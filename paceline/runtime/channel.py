@@ -36,6 +36,11 @@ class FrontEnd(asyncio.Protocol):
         if self._transport:
             self._transport.close()
 
+    def abort(self) -> None:
+        """Closes without waiting for what was sent."""
+        if self._transport:
+            self._transport.abort()
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
 

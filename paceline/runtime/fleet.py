@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
@@ -30,6 +30,8 @@ from paceline.runtime.api import (
 )
 from paceline.runtime.driver import Driver
 from paceline.runtime.group import ModelGroup, ServedModel
+from paceline.runtime.launch import Launcher
+from paceline.runtime.process import Local
 from paceline.runtime.sequence import BlockHasher, RunningSequence
 from paceline.runtime.workers import Command, Workers
 
@@ -56,10 +58,11 @@ class WorkerGroup:
     models: tuple[ServedModel, ...]
     command: Command
     parallel: Parallel = Parallel()
+    launcher: Launcher = field(default_factory=Local)
 
 
 class LocalFleet:
-    """Models on this machine (`runtime.api.Fleet`). Use as an async context manager."""
+    """Models on workers of this front end (`runtime.api.Fleet`). Use as an async context manager."""
 
     def __init__(
         self,
@@ -112,7 +115,7 @@ class LocalFleet:
 
     def _join(self, one: WorkerGroup) -> list[ModelGroup]:
         """Its models, on workers that are yet to be started."""
-        workers, joined = Workers(one.parallel, one.command), list[ModelGroup]()
+        workers, joined = Workers(one.parallel, one.command, one.launcher), list[ModelGroup]()
         self.workers.append(workers)
         for number, model in enumerate(one.models):
             at = len(self.groups), number
@@ -286,7 +289,7 @@ class LocalFleet:
         """Of each model at the group that is best off."""
         order = ("ready", "cold", "restarting", "loading", "stopped", "failed")
         best = [min(hosts, key=lambda group: order.index(group.state)) for hosts in self._hosts.values()]
-        return [ModelStatus(group.config.name, group.state, group.reason, group.info) for group in best]
+        return [ModelStatus(g.config.name, g.state, g.reason or g.workers.reason, g.info) for g in best]
 
     def hosts(self, model: str) -> list[tuple[int, Parallel]]:
         """The groups of workers that have it, and their shapes."""

@@ -3,14 +3,19 @@
 import asyncio
 import contextlib
 import os
+import secrets
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 
 from paceline.runtime import messages
 from paceline.runtime.channel import FrontEnd
+from paceline.runtime.launch import OnExit, OnMessage
 from paceline.runtime.messages import FromWorker, Heartbeat, Shutdown
 
 SILENT_S = 1.5  # without a heartbeat for so long the process is taken to hang
@@ -18,27 +23,73 @@ STUCK_S = 1.8  # likewise a busy one whose progress stands still
 LAST_WORDS_S = 1.0  # what a process said before it ended is read for so long at most
 
 
-class WorkerProcess:
-    """One process and a socket that only the two share. Calls back on the event loop."""
+class Pulse:
+    """When a worker was heard last, and when its steps moved last."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        on_message: Callable[["WorkerProcess", FromWorker], None],
-        on_exit: Callable[["WorkerProcess", int], None],
-    ) -> None:
+    def __init__(self) -> None:
+        self._last_beat = self._last_move = time.monotonic()
+        self._progress = -1
+
+    def heard(self, message: FromWorker) -> None:
+        now = time.monotonic()
+        self._last_beat = now
+        if not isinstance(message, Heartbeat):
+            self._last_move = now
+            return
+        if message.progress != self._progress or not message.busy:
+            self._last_move = now
+        self._progress = message.progress
+
+    def forgive(self, seconds: float) -> None:
+        self._last_beat += seconds
+        self._last_move += seconds
+
+    @property
+    def responsive(self) -> bool:
+        now = time.monotonic()
+        return now - self._last_beat < SILENT_S and now - self._last_move < STUCK_S
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - min(self._last_beat, self._last_move)
+
+
+class Local:
+    """Worker processes on this machine (`launch.Launcher`)."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._folder: Path | None = None
+
+    async def meeting(self, workers: int) -> str | None:
+        if workers == 1:
+            return ""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
+        return f"file://{self._folder / secrets.token_hex(8)}"
+
+    def process(self, number: int, command: Sequence[str], on_message: OnMessage, on_exit: OnExit) -> "WorkerProcess":
+        return WorkerProcess(command, on_message, on_exit)
+
+    def close(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+class WorkerProcess:
+    """One process and a socket that only the two share (`launch.Process`)."""
+
+    def __init__(self, command: Sequence[str], on_message: OnMessage, on_exit: OnExit) -> None:
         self.command = list(command)
         self.on_message, self.on_exit = on_message, on_exit
         self.process: asyncio.subprocess.Process | None = None
         self._channel = FrontEnd(self._receive)
         self._waiter: asyncio.Task[None] | None = None
-        self._last_beat = 0.0
-        self._last_move = 0.0
-        self._progress = -1
+        self._pulse = Pulse()
 
     async def start(self) -> None:
-        """Starts the process; it answers with Loading, Ready or Failed. Raises OSError."""
-        self._last_beat = self._last_move = time.monotonic()
+        self._pulse = Pulse()
         ours, theirs = socket.socketpair()
         with theirs:
             await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=ours)
@@ -58,36 +109,28 @@ class WorkerProcess:
         self._waiter = asyncio.create_task(self._wait())
 
     def send(self, frame: bytes) -> None:
-        """A `ToWorker`, encoded."""
         self._channel.send(frame)
 
     @property
     def responsive(self) -> bool:
-        """Heartbeats come, and a busy worker's steps move."""
-        now = time.monotonic()
-        return now - self._last_beat < SILENT_S and now - self._last_move < STUCK_S
-
-    def forgive(self, seconds: float) -> None:
-        """The front end itself stood still for so long: nobody could be heard."""
-        self._last_beat += seconds
-        self._last_move += seconds
+        return self._pulse.responsive
 
     @property
     def silent_s(self) -> float:
-        """Seconds without any sign of progress."""
-        return time.monotonic() - min(self._last_beat, self._last_move)
+        return self._pulse.silent_s
+
+    def forgive(self, seconds: float) -> None:
+        self._pulse.forgive(seconds)
 
     @property
     def pid(self) -> int:
         return self.process.pid if self.process else -1
 
     def kill(self) -> None:
-        """Ends the process at once; `on_exit` follows."""
         if self.process and self.process.returncode is None:
             self.process.kill()
 
     async def stop(self, patience_s: float = 5.0) -> None:
-        """Asks the process to leave, then makes it. `on_exit` is not called."""
         self.on_exit = lambda process, code: None
         if self.process and self.process.returncode is None:
             self.send(messages.encode(Shutdown()))
@@ -109,12 +152,6 @@ class WorkerProcess:
 
     def _receive(self, frame: bytes) -> None:
         message = messages.decode_from_worker(frame)
-        now = time.monotonic()
-        if isinstance(message, Heartbeat):
-            self._last_beat = now
-            if message.progress != self._progress or not message.busy:
-                self._last_move = now
-            self._progress = message.progress
-        else:
-            self._last_beat = self._last_move = now
+        self._pulse.heard(message)
+        if not isinstance(message, Heartbeat):
             self.on_message(self, message)

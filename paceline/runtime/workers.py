@@ -1,19 +1,15 @@
 """The worker processes of one group of devices: started together, watched, and started again when one is lost."""
 
 import asyncio
-import secrets
-import shutil
-import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from paceline.core.cluster import Parallel
 from paceline.core.work import EngineInfo
 from paceline.runtime import messages
+from paceline.runtime.launch import Launcher, Process
 from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, StepDone, ToWorker
-from paceline.runtime.process import WorkerProcess
 
 HANG_S = 2.0  # workers of which one has not moved for so long are killed and started again
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
@@ -52,26 +48,29 @@ class Guest(Protocol):
 class Workers:
     """All of a group, or none: what one has lost the others cannot go on without."""
 
-    def __init__(self, parallel: Parallel, command: Command) -> None:
-        self.parallel, self.command = parallel, command
+    def __init__(self, parallel: Parallel, command: Command, launcher: Launcher) -> None:
+        self.parallel, self.command, self.launcher = parallel, command, launcher
         self.guests: list[Guest] = []
         self.state = "loading"  # ready, restarting, failed, stopped
-        self._processes: list[WorkerProcess] = []
+        self._processes: list[Process] = []
         self._infos: list[dict[int, EngineInfo]] = []  # by model, of each process
         self._failed: set[int] = set()  # models
         self._awaited: set[int] = set()  # models that have to be loaded before any step
+        self._present: set[int] = set()  # models that were, since the start
         self._restarts = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._folder: Path | None = None
 
     async def start(self) -> None:
+        if (meeting := await self._meeting()) is None:
+            return
         blocks = tuple(guest.info.num_blocks if guest.info else None for guest in self.guests)
         resident, check = tuple(guest.resident for guest in self.guests), self.state == "loading"
+        self._present.clear()
         self._awaited = {m for m, stays in enumerate(resident) if (stays or check) and m not in self._failed}
-        self._processes, meeting = [], self._meeting()
+        self._processes = []
         for number in range(self.parallel.devices):
             command = self.command(Seat(number, meeting, blocks, resident, check))
-            self._processes.append(WorkerProcess(command, self._receive, self._exited))
+            self._processes.append(self.launcher.process(number, command, self._receive, self._exited))
         self._infos = [{} for _ in self.guests]
         try:
             for process in list(self._processes):
@@ -83,8 +82,7 @@ class Workers:
         self.state = "stopped"
         await asyncio.gather(*self._tasks)
         await asyncio.gather(*(process.stop() for process in self._processes))
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self.launcher.close()
 
     def send(self, message: ToWorker) -> None:
         frame = messages.encode(message)
@@ -94,6 +92,11 @@ class Workers:
     @property
     def responsive(self) -> bool:
         return self.state == "ready" and all(process.responsive for process in self._processes)
+
+    @property
+    def reason(self) -> str:
+        """Why they are not there, as far as is known; of those that failed their guests know."""
+        return self.launcher.reason if self.state == "restarting" else ""
 
     @property
     def pids(self) -> list[int]:
@@ -107,18 +110,20 @@ class Workers:
         if any(process.silent_s > limit for process in self._processes):
             self._kill()
 
-    def _meeting(self) -> str:
-        if self.parallel.devices == 1:
-            return ""
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="paceline-"))
-        return f"file://{self._folder / secrets.token_hex(8)}"
+    async def _meeting(self) -> str | None:
+        """Where they find each other, as soon as there is room for all; None: stopped meanwhile."""
+        while (meeting := await self.launcher.meeting(self.parallel.devices)) is None:
+            if self.state == "stopped":
+                return None
+            if self.launcher.reason:  # to wait for room is no crash
+                self._restarts = 0
+        return meeting
 
     def _kill(self) -> None:
         for process in self._processes:
             process.kill()
 
-    def _exited(self, process: WorkerProcess, code: int) -> None:
+    def _exited(self, process: Process, code: int) -> None:
         if process not in self._processes or self.state in ("failed", "stopped"):
             return
         gone, self._processes = self._processes, []
@@ -133,12 +138,12 @@ class Workers:
                 guest.lost()
         self._task(self._start_again(gone))
 
-    async def _start_again(self, gone: Sequence[WorkerProcess]) -> None:
+    async def _start_again(self, gone: Sequence[Process]) -> None:
         await _end(gone)
         if self.state == "restarting":
             await self.start()
 
-    def _fail(self, reason: str, gone: Sequence[WorkerProcess] = ()) -> None:
+    def _fail(self, reason: str, gone: Sequence[Process] = ()) -> None:
         self.state = "failed"
         processes, self._processes = [*gone, *self._processes], []
         for model, guest in enumerate(self.guests):
@@ -151,7 +156,7 @@ class Workers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _receive(self, process: WorkerProcess, message: FromWorker) -> None:
+    def _receive(self, process: Process, message: FromWorker) -> None:
         if process not in self._processes:  # what those said that are being ended does not count
             return
         match message:
@@ -183,6 +188,7 @@ class Workers:
         infos.clear()
         guest.load_s = load_s
         self._awaited.discard(model)
+        self._present.add(model)
         if self.state == "ready":
             guest.ready()
         else:
@@ -197,12 +203,11 @@ class Workers:
             self._task(_end(gone))
             return
         self.state = "ready"
-        for model, guest in enumerate(self.guests):
-            if model not in self._failed:
-                guest.ready()
+        for model in self._present:
+            self.guests[model].ready()
 
 
-async def _end(processes: Sequence[WorkerProcess]) -> None:
+async def _end(processes: Sequence[Process]) -> None:
     for process in processes:
         process.kill()
     await asyncio.gather(*(process.stop() for process in processes))

@@ -1,0 +1,99 @@
+"""What of the Ray launcher needs no Ray: who gets in, and how bundles are made. The rest: tests/cluster."""
+
+import asyncio
+import sys
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from paceline.core.cluster import Parallel
+from paceline.runtime import ray_process
+from paceline.runtime.channel import FrontEnd, pack
+from paceline.runtime.ray_process import TOKEN_BYTES, Door, RayCluster, bundle_sizes, fit, interface
+from tests.runtime.test_fleet import until
+
+
+@pytest.fixture
+async def door():
+    opened = Door("127.0.0.1")
+    await opened.open()
+    yield opened
+    opened.close()
+
+
+@asynccontextmanager
+async def visit(door: Door, said: bytes):
+    reader, writer = await asyncio.open_connection(door.host, door.port)
+    writer.write(said)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+async def is_dropped(door: Door, said: bytes) -> bool:
+    async with visit(door, said) as (reader, _):
+        try:
+            return await reader.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+async def test_a_token_opens_the_door_once_and_to_its_channel(door):
+    heard = []
+    first, second = FrontEnd(lambda frame: heard.append(b"first")), FrontEnd(heard.append)
+    door.expect(first)
+    token = door.expect(second)
+    async with visit(door, token + pack(b"at once")) as (reader, writer):
+        await until(lambda: heard == [b"at once"])
+        writer.write(pack(b"later"))
+        second.send(b"answer")
+        assert await reader.readexactly(10) == pack(b"answer")
+        await until(lambda: heard == [b"at once", b"later"])
+        assert await is_dropped(door, token + pack(b"again"))
+        assert len(heard) == 2 and not second.closed.is_set()
+    await second.closed.wait()
+
+
+@pytest.mark.parametrize("said", [bytes(TOKEN_BYTES), b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n"], ids=["0", "http"])
+async def test_a_wrong_token_is_dropped(door, said):
+    heard = []
+    channel = FrontEnd(heard.append)
+    token = door.expect(channel)
+    assert await is_dropped(door, said + pack(b"me"))
+    door.forget(token)
+    assert await is_dropped(door, token + pack(b"too late"))
+    assert not heard and not channel.closed.is_set()
+
+
+async def test_who_says_too_little_is_dropped(door, monkeypatch):
+    monkeypatch.setattr(ray_process, "HELLO_S", 0.05)
+    token = door.expect(FrontEnd(lambda frame: None))
+    assert await is_dropped(door, token[:-1])
+
+
+def test_ranks_of_a_stage_are_one_bundle_as_far_as_a_node_goes():
+    assert bundle_sizes(Parallel(1, 1), 8) == [1]
+    assert bundle_sizes(Parallel(2, 4), 8) == [4, 4]
+    assert bundle_sizes(Parallel(2, 4), 3) == [3, 1, 3, 1]
+    assert bundle_sizes(Parallel(2, 2), 1) == [1, 1, 1, 1]
+
+
+def test_bundles_fit_on_nodes_or_not():
+    assert fit([2, 2, 1], [3, 2]) and not fit([2, 2], [3, 1]) and not fit([4], [3, 3])
+    assert fit([], [1])
+
+
+def test_interfaces_are_known_by_their_addresses():
+    assert interface("127.0.0.1") == "lo" and interface("203.0.113.77") is None
+
+
+def test_bad_addresses_and_no_ray_are_one_line(monkeypatch):
+    for address in ("ray://head:10001", "head", "head:", "local"):
+        with pytest.raises(ValueError, match="^--ray: .* is not auto or HOST:PORT"):
+            RayCluster(address)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"--ray: .*paceline\[cluster\]"):
+        RayCluster("auto")
