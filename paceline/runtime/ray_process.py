@@ -258,6 +258,14 @@ class RayLauncher:
         self._places: dict[int, asyncio.Future[tuple[str, str, str]]] = {}  # of workers that are not started yet
 
     async def meeting(self, workers: int) -> str | None:
+        try:
+            return await self._meet(workers)
+        except ray().exceptions.RayError as error:  # of Ray's own processes one is away
+            self.reason = f"Ray does not answer: {str(error).splitlines()[0]}"
+            await asyncio.sleep(POLL_S)
+            return None
+
+    async def _meet(self, workers: int) -> str | None:
         for number in range(workers):
             if number not in self._places:
                 self._actors[number] = await asyncio.to_thread(self.cluster.actor, self.bundles[number])

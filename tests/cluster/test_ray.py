@@ -204,6 +204,20 @@ async def test_ranks_of_a_stage_share_a_node_where_they_fit(nodes, cluster):
         nodes.remove_node(node)
 
 
+async def test_ray_that_does_not_answer_is_asked_again(cluster, monkeypatch):
+    def away(bundle):
+        raise ray.exceptions.RaySystemError("the head is away")
+
+    (launcher,) = cluster.reserve([Parallel()], CORE, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster, "actor", away)
+        assert await launcher.meeting(1) is None and "the head is away" in launcher.reason
+    while (meeting := await launcher.meeting(1)) is None:
+        pass
+    assert meeting == "" and not launcher.reason
+    launcher.close()
+
+
 FLEET = "models: [{name: coder, source: 'builtin:coder'}]\n"
 
 
