@@ -24,7 +24,7 @@ from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.runtime.ray_process import RayCluster
 from tests.engine.test_parallel import alone, requests
-from tests.runtime.test_fleet import Collector, expected, until
+from tests.runtime.test_fleet import Collector, expected, until, worker
 from tests.runtime.test_ray_process import is_dropped
 from tests.system.server import Server
 
@@ -63,8 +63,7 @@ def cluster(nodes):
 @asynccontextmanager
 async def toys(launchers, **options):
     """A fleet of a group for each launcher, all with the same model."""
-    command = ["-m", "tests.runtime.toy_worker", json.dumps(options)]
-    groups = [WorkerGroup((ServedModel("toy"),), lambda seat: command, launcher=one) for one in launchers]
+    groups = [replace(worker(**options), launcher=one) for one in launchers]
     async with LocalFleet(groups, FleetConfig(token_budget=16)) as fleet:
         fleet.used = set()
         fleet.observers.append(
