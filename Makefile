@@ -2,18 +2,21 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
-CHAOS ?= 20  # faults
+CHAOS ?= 20
 
-.PHONY: serve test chaos test-cluster lint bench bench-exactness models install clean
+.PHONY: serve test test-all chaos test-cluster lint bench bench-exactness models install clean
 
 serve: install
 	$(BIN)/paceline serve $(ARGS)
 
 test: $(VENV)/test-installed
-	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/python -c "import paceline.simulator.fleet, paceline.engine.runner" & compiled=$$!; \
+	$(BIN)/ruff check . && $(BIN)/mypy; linted=$$?; wait $$compiled && exit $$linted
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: $(VENV)/test-installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-cluster: $(VENV)/test-installed

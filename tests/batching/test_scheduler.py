@@ -305,7 +305,7 @@ def test_the_table_grows():
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 8))])
 def test_failures_resets_and_cancellations_leak_nothing(policy, seed):
     """Whatever goes wrong with batches in flight, what is left goes on, and in the end all is free."""
     rng = random.Random(seed)

@@ -22,7 +22,7 @@ from paceline.runtime.group import ServedModel
 from tests.engine.test_parallel import alone
 from tests.runtime.test_fleet import Collector, until
 
-FAULTS = int(os.environ.get("PACELINE_CHAOS", "3"))
+FAULTS = int(os.environ.get("PACELINE_CHAOS", "2"))
 LIMITS = dict(max_batch_tokens=64, max_batch=8, num_blocks=60)
 STREAMS = 6  # at a time, of each model
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)

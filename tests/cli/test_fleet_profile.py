@@ -154,6 +154,7 @@ def test_an_encoder_that_nobody_measured_is_measured_before_a_plan(fleet, monkey
         planned(fleet_file.load(fleet), None, 1)
 
 
+@pytest.mark.slow
 def test_workers_that_fail_are_told_of():
     with pytest.raises(ValueError, match=r"not enough memory.* \(in shape \(1,1\)\)"), Shape(
         WorkerOptions(str(MINILM), 64, 1, memory=1000, threads=1), Parallel()

@@ -111,6 +111,7 @@ def test_lengths_are_drawn_together_from_a_recording(folder):
     assert "recorded" in told and "--lengths" in told
 
 
+@pytest.mark.slow
 def test_models_of_a_full_device_come_from_host_memory(folder):
     fleet = (folder / "fleet.yaml").read_text().replace("rate: 4.0, cv: 3.0", "rate: 0.2")
     full = fleet.replace("devices: 4, memory: 5GiB", "devices: 1, memory: 3GiB")

@@ -52,6 +52,7 @@ def paceline(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "150"})
 
 
+@pytest.mark.slow
 def test_which_draft_pays(tmp_path):
     file, png = tmp_path / "drafts.json", tmp_path / "drafts.png"
     options = ["--quick", "--json", str(file), "--plot", str(png)]

@@ -241,7 +241,7 @@ def test_unseeded_tokens_follow_the_target(tiny, changes, draft, by_block):
     assert abs(surprise(tiny, draft, by_block, **changes)) < 3.7
 
 
-@pytest.mark.parametrize("by_block", [True, False])
+@pytest.mark.parametrize("by_block", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mistake", ["all accepted", "the last token from the target"])
 def test_mistakes_show_through_the_engine(tiny, monkeypatch, mistake, by_block):
     """Coarse ones: 5,000 samples tell no others. The oracle of tests/speculation and the long version do."""

@@ -61,14 +61,16 @@ def reference(request, runner, prompts):
     return chosen, alone
 
 
-@pytest.mark.parametrize("budget", [1, 7, 64, 512, 4096])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=pytest.mark.slow), 7, 64, 512, 4096])
 def test_budget_and_batch_change_nothing(runner, prompts, reference, budget):
     chosen, alone = reference
     together, preemptions = run(runner, prompts, chosen, budget)
     assert together == alone and preemptions == 0
 
 
-@pytest.mark.parametrize(("budget", "every"), [(1, 40), (7, 12), (64, 5), (512, 5), (4096, 5)])
+@pytest.mark.parametrize(
+    ("budget", "every"), [pytest.param(1, 40, marks=pytest.mark.slow), (7, 12), (64, 5), (512, 5), (4096, 5)]
+)
 def test_forced_preemption_changes_nothing(runner, prompts, reference, budget, every):
     chosen, alone = reference
     together, preemptions = run(runner, prompts, chosen, budget, schedule=forced(every))

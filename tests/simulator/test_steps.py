@@ -80,7 +80,7 @@ def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 6))])
 def test_it_decides_as_the_controller_does(policy, seed):
     groups, requests = workload(policy, seed)
     owner, times, taken, _ = simulated(groups, requests)
