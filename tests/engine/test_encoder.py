@@ -284,6 +284,7 @@ print(runner.info.planned_bytes, next(int(line.split()[1]) * 1024 for line in li
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_is_within_a_tenth_of_the_plan() -> None:
     command = [sys.executable, "-c", MEASURE, MINILM]
     done = subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[2], text=True)

@@ -222,6 +222,7 @@ print((peak - before) / config.weight_bytes())
 """
 
 
+@pytest.mark.slow
 def test_loading_experts_holds_few_of_them_twice(tmp_path: Path) -> None:
     """The heap keeps holes of their size unless it is trimmed: 2.3 times the weights then, 1.3 if it is."""
     config = Qwen3MoeConfig(

@@ -16,7 +16,7 @@ PROMPT = "import os\nimport sys\n\nx = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1,"
 OFF = {"speculation": {"enabled": False}}
 
 
-@pytest.fixture(scope="module", params=["ngram", "builtin:coder-draft"])
+@pytest.fixture(scope="module", params=["builtin:coder-draft", pytest.param("ngram", marks=pytest.mark.slow)])
 def client(request, tmp_path_factory):
     fleet = tmp_path_factory.mktemp("fleet") / "fleet.yaml"
     fleet.write_text(FLEET.format(request.param))
