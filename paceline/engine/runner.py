@@ -114,24 +114,24 @@ class ModelRunner:
         if drafts.kind == "early_exit" and peers:
             raise ModelError(f"drafter: early_exit needs a group of one device, not {place.parallel.devices}")
         judges = drafts.kind != "ngram"
-        if place.number:
-            drafts = DrafterName("ngram")
         paths = [Path(path), Path(drafts.path)] if drafts.kind == "model" else [Path(path)]
         configs = [ModelConfig.load(path) for path in paths]
         config = configs[0]
-        parts = [part_of(config, place, quantization), *map(part_of, configs[1:])]
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
         limited, context = context is not None, context or config.max_context
         exit_layers = config.exit_layers(early_exit_layers) if drafts.kind == "early_exit" else 0
         checkpoints = [Checkpoint(path) for path in paths]
         vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
+        table = _trigrams(Path(drafts.path), paths[0], config.vocab_size) if drafts.kind == "trigram" else None
+        if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
+            drafts, configs, checkpoints, table = DrafterName("ngram"), configs[:1], checkpoints[:1], None
+        parts = [part_of(config, place, quantization), *map(part_of, configs[1:])]
         if threads is not None:
             torch.set_num_threads(threads)
         for part in (part for part in parts if part.layers):
             _warm_up(part.config, block_size, device)
         file = paths[0] / "tokenizer.json"
-        table = _trigrams(Path(drafts.path), paths[0], config.vocab_size) if drafts.kind == "trigram" else None
         grammars = Grammars(file if file.is_file() else None, config.vocab_size, config.eos_ids)
         baseline = resident_bytes() if device == "cpu" else 0
         activations = max(activation_bytes(part.config, max_batch_tokens, context) for part in parts)
@@ -166,7 +166,7 @@ class ModelRunner:
             runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose)
         elif table is not None:
             runner.drafter = TokenByToken(TrigramModel(table, device), LOGIT_ROWS)
-        elif len(paths) > 1:
+        elif len(decoders) > 1:
             model = DecoderModel(decoders[1], caches[1], runner._progress, vocabulary)
             runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose)
         if drafts.lookup:

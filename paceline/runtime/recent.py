@@ -48,17 +48,20 @@ class Recent:
     def trace(self) -> Trace:
         """From the first that is known; who was refused would have had the mean output of the model."""
         rows = sorted(self._rows)
-        done = {row.model: [one.outputs for one in rows if one.model == row.model and one.outputs >= 0] for row in rows}
+        done: dict[str, list[int]] = {row.model: [] for row in rows}
+        for row in rows:
+            if row.outputs >= 0:
+                done[row.model].append(row.outputs)
         mean = {model: round(sum(some) / len(some)) if some else 1 for model, some in done.items()}
-        names = tuple(done)
+        places = {model: place for place, model in enumerate(done)}
         begin = rows[0].arrival if rows else 0.0
         outputs = [row.outputs if row.outputs >= 0 else mean[row.model] for row in rows]
         return Trace(
             np.array([row.arrival - begin for row in rows]),
-            np.array([names.index(row.model) for row in rows], np.int32),
+            np.array([places[row.model] for row in rows], np.int32),
             np.array([row.prompt for row in rows], np.int64),
             np.array(outputs, np.int64),
-            names,
+            tuple(places),
         )
 
     def _note(self, event: Event) -> None:

@@ -145,7 +145,9 @@ def _autoregressive(
                 limit = _limits(model, group, models, trace, memory, limits)
                 share = model.share(group.parallel)
                 budget = model.budget and model.budget.of_share(share)
-                config = GroupConfig((name,), limit, policy, group.parallel.pipeline, budget=budget, device=g)
+                config = GroupConfig(
+                    (name,), limit, policy, group.parallel.pipeline, budget=budget, admission=True, device=g
+                )
                 groups.append(steps.SimulatedGroup(config, model.step_time, share))
                 lanes.append(g)
     mine = np.array([model.step_time is not None for model in models])[trace.models]

@@ -183,6 +183,23 @@ async def test_a_group_that_loses_one_of_its_workers_starts_again_and_streams_go
     assert [sink.tokens for sink in sinks] == expected
 
 
+@pytest.mark.timeout(60)
+async def test_a_mistake_that_only_concerns_one_worker_leaves_the_other_models_serving():
+    """Worker 0 alone drafts, and all others have to know that its drafter cannot be had."""
+    limits = dict(max_batch_tokens=64, max_batch=4, threads=1)
+    bad = WorkerOptions(str(BUILTIN / "coder"), drafter="trigram:/nowhere", **limits)
+    good = WorkerOptions(str(BUILTIN / "coder-draft"), memory=1 << 30, **limits)
+    parallel, served = Parallel(2, 1), (ServedModel("bad"), ServedModel("good"))
+    group = WorkerGroup(served, GroupOptions((bad, good), parallel).command, parallel)
+    async with LocalFleet([group], FleetConfig()) as fleet:
+        assert [one.state for one in fleet.status()] == ["failed", "ready"]
+        assert "trigram:/nowhere" in fleet.status()[0].reason
+        sink = Collector()
+        fleet.submit("good", [5, 6], replace(GREEDY, max_tokens=4), sink)
+        await sink.done.wait()
+        assert len(sink.tokens) == 4
+
+
 def test_parts_make_the_whole():
     config = ModelConfig.load(BUILTIN / "coder")
     for parallel in (Parallel(1, 1), Parallel(1, 2), Parallel(3, 1), Parallel(2, 2)):
