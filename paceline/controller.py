@@ -78,6 +78,8 @@ class Controller:
         self._steps = 0
         self._lanes: list[list[int]] = []  # groups by the device that they share
         self._lane_of: list[int] = []  # of each group
+        self._touched: set[int] = set()  # lanes in which something has happened in this turn
+        self._swapping: list[int] = []  # those that do not hold all of their models
         self._hosts: dict[str, list[int]] = {}
         for config in groups:
             self.add(config)
@@ -96,6 +98,8 @@ class Controller:
              and self.groups[some[0]].config.device == device), len(self._lanes),
         )  # fmt: skip
         self._lanes[lane:] = self._lanes[lane:] or [[]]
+        if not self._lanes[lane] and config.slots is not None:
+            self._swapping.append(lane)
         self._lanes[lane].append(number)
         self._lane_of.append(lane)
         for model in config.models:
@@ -105,7 +109,8 @@ class Controller:
     def turn(self, inputs: Iterable[Input], now: float) -> tuple[list[Event], list[Batch]]:
         """Everything that happens at one instant: inputs in their order, then as many new batches as the groups take.
 
-        Completions come first, in the order of the groups; then lost groups, arrivals and cancellations as given.
+        Completions come first, in the order of the groups; then lost groups, arrivals and cancellations as given. Only
+        devices at which something happened can have a next step; whether models swap depends on the time too.
         """
         events: list[Event] = []
         for item in sorted(inputs, key=_rank):
@@ -114,6 +119,7 @@ class Controller:
                     events += self.complete(group, batch_id, result, now)
                 case Advance(group, batch_id):
                     self.groups[group].scheduler.advance(batch_id)
+                    self._touch(group)
                 case Lost(group):
                     events += self.lose(group, now)
                 case Retire(group):
@@ -121,12 +127,17 @@ class Controller:
                 case Back(group, load_s):
                     self.groups[group].up = True
                     self.groups[group].load_s = load_s or self.groups[group].load_s
+                    self._touch(group)
                 case Submit(request, admitted):
                     events += self.submit(request, now, admitted)
                 case Cancel(request_id):
                     events += self.cancel(request_id, now)
         batches = []
-        for lanes in filter(None, self._lanes):
+        self._touched.update(self._swapping)
+        while self._touched:
+            lane = min(self._touched)
+            self._touched.remove(lane)
+            lanes = self._lanes[lane]
             events += self._swap(lanes, now)
             while batch := self._next_of(lanes, now):
                 batches.append(batch)
@@ -139,9 +150,12 @@ class Controller:
                     events.append(Event("retired", now, index))
         return events, batches
 
+    def _touch(self, group: int) -> None:
+        self._touched.add(self._lane_of[group])
+
     def _swap(self, lanes: list[int], now: float) -> list[Event]:
         """Has models loaded that are asked for, where the device does not hold all (`batching.residency`)."""
-        slots, events = self.groups[lanes[0]].config.slots, list[Event]()
+        slots, events = self.groups[lanes[0]].config.slots if lanes else None, list[Event]()
         if slots is None:
             return events
         asked = [i for i in lanes if not self.groups[i].resident and self.groups[i].scheduler.num_waiting]
@@ -169,6 +183,7 @@ class Controller:
         groups = self.groups
         if sum(len(groups[i].scheduler.flying) for i in lanes) >= max(groups[i].config.pipeline for i in lanes):
             return None
+        lanes = [i for i in lanes if groups[i].scheduler.num_sequences]
         served, tried = [groups[i].served for i in lanes], [False] * len(lanes)
         due = [groups[i].scheduler.next_due() for i in lanes]
         horizon = now
@@ -202,6 +217,7 @@ class Controller:
         if goal is not None and expected > goal and not admitted:
             return [Event("rejected", now, index, request.id, detail=Unreachable(expected, goal))]
         self.sequences[request.id] = index, group.scheduler.add(request)
+        self._touch(index)
         return [Event("accepted", now, index, request.id)]
 
     def _host(self, request: Request, hosts: list[int], admitted: bool) -> tuple[int, str, float]:
@@ -225,7 +241,8 @@ class Controller:
     def _expected(self, group: int, request: Request) -> float:
         """Seconds until its first token, with the turns of the others on the group's device."""
         lanes = self._lanes[self._lane_of[group]]
-        others, state = sum(self.groups[i].scheduler.turn() for i in lanes if i != group), self.groups[group]
+        busy = (g.scheduler for i in lanes if i != group and (g := self.groups[i]).scheduler.num_sequences)
+        others, state = sum(scheduler.turn() for scheduler in busy), self.groups[group]
         expected = state.scheduler.first_token(request, others)
         if not state.up and expected:
             expected += max(0.0, state.load_s - (request.arrival - state.since if state.resident else 0.0))
@@ -247,6 +264,7 @@ class Controller:
 
     def complete(self, group: int, batch_id: int, result: StepResult, now: float) -> list[Event]:
         """Takes what a batch yielded. A batch that a reset has overtaken is unknown and changes nothing."""
+        self._touch(group)
         done = self.groups[group].scheduler.complete(batch_id, result, now)
         if done is None:
             return []
@@ -272,11 +290,13 @@ class Controller:
         if sequence is None or sequence.ended:
             return []
         self._end(sequence)
+        self._touch(index)
         return [Event("cancelled", now, index, request_id)]
 
     def lose(self, group: int, now: float) -> list[Event]:
         """The group lost its batches in flight and its KV cache: its sequences start over from what is known, at other
         groups of their model which are up, or at this one when it is back."""
+        self._touch(group)
         state = self.groups[group]
         state.up = False
         for sequence in state.scheduler.reset():
@@ -285,6 +305,7 @@ class Controller:
 
     def retire(self, group: int, now: float) -> list[Event]:
         """The group takes no more requests; when it has none it is out of the controller's sight, its number too."""
+        self._touch(group)
         self.groups[group].retires = True
         return self._move_waiting(group, now)
 
@@ -307,6 +328,7 @@ class Controller:
             if not reason:
                 taken = self.groups[index].scheduler.take_over(sequence, state.scheduler)
                 self.sequences[request.id] = index, taken
+                self._touch(index)
                 events.append(Event("moved", now, index, request.id))
         return events
 

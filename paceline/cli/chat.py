@@ -4,6 +4,7 @@ import http.client
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -69,19 +70,21 @@ class Client:
         )
 
     def models(self) -> list[str]:
-        return [model["id"] for model in json.load(self._send("GET", "/v1/models"))["data"]]
+        with self._send("GET", "/v1/models") as response:
+            return [model["id"] for model in json.load(response)["data"]]
 
     def stream(self, request: dict[str, object]) -> Iterator[str]:
         """Text of the answer, piece by piece."""
-        for line in self._lines(self._send("POST", "/v1/chat/completions", request | {"stream": True})):
-            data = line.decode().removeprefix("data: ").strip()
-            if not data or data == "[DONE]":
-                continue
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise ValueError(chunk["error"]["message"])
-            for choice in chunk["choices"]:
-                yield choice["delta"].get("content") or ""
+        with self._send("POST", "/v1/chat/completions", request | {"stream": True}) as response:
+            for line in self._lines(response):
+                data = line.decode().removeprefix("data: ").strip()
+                if not data or data == "[DONE]":
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise ValueError(chunk["error"]["message"])
+                for choice in chunk["choices"]:
+                    yield choice["delta"].get("content") or ""
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
@@ -89,17 +92,18 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             raise ValueError(f"the server at {self._url} went away in the middle of an answer") from error
 
-    def _send(self, method: str, path: str, body: object = None) -> http.client.HTTPResponse:
-        connection = self._connect()
-        try:
-            connection.request(method, self._prefix + path, json.dumps(body) if body else None, self._headers)
-            response = connection.getresponse()
-        except OSError as error:
-            raise ValueError(f"url: no server answers at {self._url}: {error}") from error
-        if response.status != 200:
+    @contextmanager
+    def _send(self, method: str, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
+        with closing(self._connect()) as connection:
             try:
-                reason = json.load(response)["error"]["message"]
-            except (ValueError, KeyError, TypeError):
-                reason = response.reason
-            raise ValueError(f"the server says {response.status}: {reason}")
-        return response
+                connection.request(method, self._prefix + path, json.dumps(body) if body else None, self._headers)
+                response = connection.getresponse()
+            except OSError as error:
+                raise ValueError(f"url: no server answers at {self._url}: {error}") from error
+            if response.status != 200:
+                try:
+                    reason = json.load(response)["error"]["message"]
+                except (ValueError, KeyError, TypeError):
+                    reason = response.reason
+                raise ValueError(f"the server says {response.status}: {reason}")
+            yield response

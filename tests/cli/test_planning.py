@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from paceline.cli.groups import plan
 from paceline.cli.planning import _from_config, load_placement, planned, traffic
 from paceline.core.cluster import Parallel
 from paceline.engine.config import ModelConfig
+from tests.cli import command
 from tests.engine import checkpoints
 
 GIB = 2**30
@@ -45,8 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def paceline(folder: Path, *arguments: str, code: int = 0) -> str:
-    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    done = command.paceline(*arguments, cwd=folder)
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
 

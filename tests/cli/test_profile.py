@@ -1,8 +1,6 @@
-"""`paceline profile` in a process of its own, its cache, and what `serve` makes of it."""
+"""`paceline profile`, its cache, and what `serve` makes of it."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +24,7 @@ from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
 from paceline.latency.tiles import Cliff
+from tests.cli.command import paceline
 
 CODER = BUILTIN / "coder"
 MODEL = StepTime(tuple(0.001 + 0.0001 * n for n in range(257)), 1e-5, 1e-5, 1e-7, 1e-4, 1e-7, 1e-9)
@@ -45,11 +44,6 @@ PROFILE = Profile(
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def paceline(*arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "150"})
 
 
 @pytest.mark.slow

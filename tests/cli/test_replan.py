@@ -61,7 +61,8 @@ async def test_recent_traffic_is_a_trace_and_what_was_refused_is_in_it():
         assert not len(recent.trace()), "all of it is long ago"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.slow
+@pytest.mark.timeout(120)
 async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path):
     (tmp_path / "fleet.yaml").write_text(FLEET)
     (tmp_path / "profile.json").write_text(json.dumps({"models": {"a": ENTRY, "b": ENTRY}}))

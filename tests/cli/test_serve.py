@@ -4,9 +4,12 @@ import json
 import urllib.request
 from dataclasses import replace
 
+import pytest
+
 from paceline.cli import profile_cache
 from paceline.cli.sources import BUILTIN
 from paceline.core.record import load
+from tests.cli.command import paceline
 from tests.cli.test_profile import PROFILE
 from tests.system.server import Server
 
@@ -34,3 +37,19 @@ def test_a_goal_is_kept_by_the_profile(tmp_path):
     with log.open() as lines:
         steps = sum(type(item).__name__ == "Complete" for _, inputs in load(lines) for item in inputs)
     assert steps == 6  # chunks of 64, 64 and 22 tokens as nobody decodes, then three decodes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/nowhere/at/all"], ["/nowhere/at/all"]),
+        (["builtin:coder", "--metrics-compat", "sglang"], ["metrics_compat", "vllm"]),
+        (["builtin:coder", "--memory", "lots"], ["memory", "6GiB"]),
+        (["builtin:coder", "--record", "/nowhere/log"], ["record", "/nowhere"]),
+        (["nothing.yaml"], ["nothing.yaml"]),
+    ],
+)
+def test_bad_arguments_are_one_line_and_exit_2(arguments, words):
+    done = paceline("serve", *arguments)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and all(word in lines[0] for word in words)

@@ -27,11 +27,12 @@ from paceline.runtime.offline import Offline
 from tests.engine import checkpoints
 from tests.runtime.test_fleet import Collector, until
 
-# of the two that the third has in it, some families
+# which of the families: every so many of them
 SHAPES = [
     pytest.param(Parallel(1, 2), 4, marks=pytest.mark.slow),
     pytest.param(Parallel(2, 1), 4, marks=pytest.mark.slow),
-    (Parallel(2, 2), 1),
+    pytest.param(Parallel(2, 2), 1, marks=pytest.mark.slow),
+    (Parallel(2, 2), 3),
 ]
 OUTPUT, BUDGET = 12, 32
 TIGHT = 9  # KV blocks, of which the longest sequence needs 5
@@ -108,7 +109,7 @@ def families(tmp_path_factory) -> tuple[dict[str, Path], dict[str, list[list[int
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("parallel", "every"), SHAPES, ids=str)
-async def test_every_family_in_groups_yields_the_tokens_of_one_device(families, parallel, every):
+async def test_families_in_groups_yields_the_tokens_of_one_device(families, parallel, every):
     """Greedy and seeded, with and without drafts, in chunks, with preemption."""
     paths, expected = families
     limits = dict(max_batch_tokens=BUDGET, max_batch=8, num_blocks=TIGHT, threads=1)

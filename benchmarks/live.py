@@ -1,0 +1,62 @@
+"""A fleet under test as its users have it: commands of `paceline`, a server in a process of its own."""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def paceline(folder: Path, *arguments: object) -> None:
+    """Runs a command. Raises SystemExit with what it said when it fails."""
+    command = [sys.executable, "-m", "paceline.cli.main", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"paceline {' '.join(map(str, arguments))}: {done.stderr.strip()}")
+
+
+def simulated(folder: Path, trace: str, placement: str = "placement.json") -> dict:
+    """The report of fleet.yaml on this placement, as profile.json says."""
+    options = ["--profile", "profile.json", "--placement", placement, "--trace", trace, "--out", "simulated"]
+    paceline(folder, "simulate", "fleet.yaml", *options)
+    return json.loads((folder / "simulated/report.json").read_text())
+
+
+def measured(folder: Path, trace: str, url: str) -> dict:
+    """The report of what the server gave."""
+    paceline(folder, "bench", "--url", url, "--trace", trace, "--fleet", "fleet.yaml", "--out", "measured")
+    return json.loads((folder / "measured/report.json").read_text())
+
+
+@contextmanager
+def served(folder: Path, placement: str = "placement.json", *options: object) -> Iterator[str]:
+    """fleet.yaml on this placement, with profile.json; its URL, when it is ready."""
+    command = [sys.executable, "-m", "paceline.cli.main", "serve", "fleet.yaml", "--port", "0"]
+    command += ["--placement", placement, "--profile", "profile.json", *map(str, options)]
+    wide = os.environ | {"COLUMNS": "160"}
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=wide)
+    urls: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        said = []
+        for line in process.stderr:  # to its end: a full pipe would stop the server
+            said.append(line)
+            if found := re.search(r"ready in .* at (http://\S+)/v1", line):
+                urls.put(found.group(1))
+        urls.put("".join(said))
+
+    threading.Thread(target=read, daemon=True).start()
+    try:
+        url = urls.get()
+        if not url.startswith("http"):
+            raise SystemExit(f"the fleet does not start: {url}")
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)

