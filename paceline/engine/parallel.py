@@ -26,6 +26,7 @@ from paceline.engine import exchange
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.exchange import Exchange
 from paceline.engine.job import Job
+from paceline.engine.line import Door, Line, call
 from paceline.placement.partition import cut
 
 TIMEOUT = timedelta(days=1)  # a worker waits for its turn; those that hang are found by their heartbeats
@@ -163,9 +164,22 @@ class Peers:
         groups = [dist.new_group(range(s * tensor, (s + 1) * tensor)) for s in range(place.parallel.pipeline)]
         self._stage = groups[place.stage]
         self._exchange: Exchange | None = None
-        if tensor > 1 and device == "cpu" and meeting.startswith("file://") and exchange.possible():
-            self._exchange = self._shared(f"{Path(meeting).name}-{place.stage}")
+        self._lines: dict[int, Line] = {}  # to and from others
+        if device == "cpu" and meeting.startswith("file://") and exchange.possible():  # all are on one machine
+            self._lines = self._connect(meeting.removeprefix("file://"))
+            if tensor > 1:
+                self._exchange = self._shared(f"{Path(meeting).name}-{place.stage}")
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # on their way
+
+    def _connect(self, name: str) -> dict[int, Line]:
+        """With those that this worker tells something or hears something from."""
+        number, parallel = self.place.number, self.place.parallel
+        pairs = {(0, other) for other in range(1, parallel.devices)}
+        pairs |= {(one, one + parallel.tensor) for one in range(parallel.devices - parallel.tensor)}
+        doors = {a: Door(Path(f"{name}-{a}-{b}")) for a, b in pairs if b == number}
+        dist.barrier()  # all listen
+        lines = {b: call(Path(f"{name}-{a}-{b}")) for a, b in pairs if a == number}
+        return lines | {a: door.open() for a, door in doors.items()}
 
     # Within a stage
 
@@ -262,6 +276,9 @@ class Peers:
 
     def _send(self, x: Tensor, to: int) -> None:
         x = x.contiguous()
+        if to in self._lines:
+            self._lines[to].send(x)
+            return
         work = dist.isend(x, to)
         assert work is not None
         self._sent.append((work, x))
@@ -271,6 +288,9 @@ class Peers:
 
     def _receive(self, x: Tensor, source: int) -> None:
         begin, self.waiting = perf_counter(), True
-        dist.recv(x, source)
+        if source in self._lines:
+            self._lines[source].receive(x)
+        else:
+            dist.recv(x, source)
         self.waiting = False
         self.waited_s += perf_counter() - begin
