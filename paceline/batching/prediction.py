@@ -95,9 +95,19 @@ def first_token(s: State, tokens: int, wanted: float, others: float) -> float:
     if step(s, decodes + 1, context + tokens, 0)[1] > s.factors[GOAL]:
         return np.inf
     chunk, each = step(s, decodes, context, pending)
-    steps = -(-pending // chunk) + s.limits[PIPELINE] - 1 + (now[FLYING] > 0)
-    steps += _until_room(s, count + 1 - s.limits[MAX_BATCH], needed - num_free(s))
-    return steps * (each + others) * (1 + s.factors[MARGIN])
+    each += others
+    flying = _newest(s) + others if now[FLYING] > 0 else 0.0
+    steps = -(-pending // chunk) + _until_room(s, count + 1 - s.limits[MAX_BATCH], needed - num_free(s))
+    stages = (s.limits[PIPELINE] - 1) * max(each, flying)  # behind the first; nobody overtakes what is in flight
+    return (flying + steps * each + stages) * (1 + s.factors[MARGIN])
+
+
+@part
+def _newest(s: State) -> float:
+    """Seconds that the newest step in flight takes of a stage."""
+    shape = s.shape
+    numbers = (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6])
+    return s.factors[PACE] * seconds(s.linear, s.terms, numbers)
 
 
 @part

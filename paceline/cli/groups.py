@@ -15,6 +15,7 @@ from paceline.cli.models import Model
 from paceline.cli.planning import Planned, load_placement, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import Parallel, Placement
+from paceline.core.request import SLO
 from paceline.engine.config import ModelConfig
 from paceline.placement.search import plan as search
 from paceline.runtime.fleet import WorkerGroup
@@ -159,11 +160,13 @@ def worker_options(model: Model, limits: Limits, share: float) -> WorkerOptions:
 def group_model(model: Model, parallel: Parallel, share: float | None = None) -> ServedModel:
     """`share`: of a step's time that a stage takes; None: nobody knows, and it is taken to be that of the devices."""
     drafting, share = model.drafting, share or 1 / parallel.devices
-    step = model.profile.step_time if model.profile else None
+    step, slo = model.step_time, model.slo
+    if model.encoder:  # its answer comes whole: a deadline is a goal for the first token
+        slo = SLO(min((goal for goal in (slo.ttft, slo.deadline) if goal is not None), default=None))
     return ServedModel(
         model.name,
         model.tokenizer.eos_ids,
-        model.slo,
+        slo,
         model.budget and model.budget.of_share(share),
         predict=(lambda shape: share * step.seconds(shape)) if step else None,
         max_draft_tokens=drafting.max_draft_tokens,

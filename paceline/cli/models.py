@@ -8,6 +8,7 @@ from paceline.cli import fleet_file, profile_cache
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.fleet_profile import measured_here
+from paceline.cli.planning import text_times
 from paceline.cli.profile import goal_budget
 from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
@@ -15,6 +16,7 @@ from paceline.engine.config import ModelConfig
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.tokenizer import Tokenizer
 from paceline.latency.profile import Profile
+from paceline.latency.step_time import StepTime
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Model:
     quantization: Quantization = "none"
     slo: SLO = NO_SLO
     profile: Profile | None = None
+    step_time: StepTime | None = None  # None: nobody has measured it
     budget: GoalBudget | None = None  # None: as wide as the token budget, always
     drafting: Drafting = Drafting()
     draft_profile: Profile | None = None
@@ -93,10 +96,16 @@ def paced(
     """
     if model.encoder:
         file = profile_cache.cache_file(model.path, model.quantization, profile_cache.Device.here(threads))
-        if measures and not file.exists():
+        if (measures or model.slo != NO_SLO) and not file.exists():
             given = ["--threads", str(threads)] if threads else []
             measured_here(model.path, model.name, ["--quick", "--quantization", model.quantization, *given])
-        return model
+        if not file.exists():
+            return model
+        times, _, error = text_times(file)
+        step = times.by_tokens(maximum)
+        # whole texts: what fits into a step goes, whatever it takes; the budget is there to predict by
+        budget = GoalBudget(step.linear, step.terms, 1, maximum, maximum, margin=error)
+        return replace(model, step_time=step, budget=budget)
     device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
     needed = measures or tbt is not None or model.slo.ttft is not None or chooses
 
@@ -114,6 +123,9 @@ def paced(
         name, begin = f"{model.name}'s draft model", options.index("--context") if "--context" in options else None
         own = options if begin is None else options[:begin] + options[begin + 2 :]  # its context may be shorter
         model = replace(model, draft_profile=profile_of(model.drafting.model, name, own, True))
-    if model.profile is None or (fixed and tbt is None):
+    if model.profile is None:
+        return model
+    model = replace(model, step_time=model.profile.step_time)
+    if fixed and tbt is None:
         return model
     return replace(model, budget=goal_budget(model.name, model.profile, maximum, tbt))

@@ -219,14 +219,21 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
     return SimulatedModel(ModelTable(name, shapes), slo, step, kv_bytes, budget, shares)
 
 
-def _from_texts(entry: Entry, path: Path, kept: Path) -> ModelTable:
-    """Of an encoder that was measured on one device: for texts as long as its workload says. Other shapes are cut from
-    equal layers."""
-    (model,) = PlanningProfile.load(kept).models.values()
+def text_times(kept: Path) -> tuple[TextTimes, ShapeEntry, float]:
+    """Of an encoder, as it was measured on one device, and the P95 error of what is read from it. Raises ValueError."""
+    profile = PlanningProfile.load(kept)
+    (model,) = profile.models.values()
     (one,) = model.parallel
     if not one.by_length:
         raise ValueError(f"profile: {kept} has no by_length; delete it and profile again")
-    latency, layers = TextTimes(one.by_length).at(entry.workload.prompt_tokens), EncoderConfig.load(path).layers
+    return TextTimes(one.by_length), one, (profile.error or {}).get("p95", 0.0)
+
+
+def _from_texts(entry: Entry, path: Path, kept: Path) -> ModelTable:
+    """Of an encoder that was measured on one device: for texts as long as its workload says. Other shapes are cut from
+    equal layers."""
+    times, one, _ = text_times(kept)
+    latency, layers = times.at(entry.workload.prompt_tokens), EncoderConfig.load(path).layers
     seconds, weight = sum(latency[1]) / layers, int(sum(one.stage_weight_bytes)) // layers
     table = from_layers(entry.name, [seconds] * layers, [weight] * layers, PIPELINES)
     table.shapes[Parallel()] = ShapeTable((int(sum(one.stage_weight_bytes)),), latency)

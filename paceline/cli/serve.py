@@ -245,7 +245,7 @@ def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: st
 def pace_of(model: Model, config: FleetConfig) -> tuple[str, str]:
     """The budget in words, and what the profile's predictions are off by."""
     budget, error = str(config.token_budget), ""
-    if model.budget:
+    if model.profile and model.budget:
         knee = f"knee {model.budget.knee}"
         budget = f"{1e3 * model.budget.tbt:g} ms, {knee}" if model.budget.tbt else knee
     if model.profile:

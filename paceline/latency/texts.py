@@ -1,6 +1,11 @@
 """The time of a step of whole texts, as encoders take them: by their length and number, as measured."""
 
 from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from paceline.latency.step_time import StepTime
 
 Stages = tuple[float, ...]  # seconds in each pipeline stage
 
@@ -25,3 +30,16 @@ class TextTimes:
             for count in low
             if count in high
         }
+
+    def by_tokens(self, widest: int) -> StepTime:
+        """Of a step of texts of any lengths, by their tokens alone: of those that were measured with so many tokens the
+        slowest, in all stages, linear in between. Its table goes to `widest` tokens."""
+        points: dict[int, float] = {}
+        for length, counts in self.seconds.items():
+            for count, stages in counts.items():
+                points[length * count] = max(points.get(length * count, 0.0), sum(stages))
+        tokens = sorted(points)
+        seconds = accumulate((points[one] for one in tokens), max)
+        table = np.interp(np.arange(widest + 1), tokens, [*seconds])
+        table[tokens[-1] :] *= np.maximum(1.0, np.arange(widest + 1)[tokens[-1] :] / tokens[-1])
+        return StepTime(tuple(table.tolist()), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

