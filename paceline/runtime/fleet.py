@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -74,6 +74,7 @@ class LocalFleet:
         self.observers: list[Observer] = []
         self.draining = False
         self.driver: Driver | None = None
+        self.take_over: Callable[[int], Awaitable[None]] | None = None  # from workers that are gone for good
         self.workers: list[Workers] = []
         self.groups: list[ModelGroup] = []  # as the controller counts them
         self.sequences: dict[str, RunningSequence] = {}
@@ -87,6 +88,7 @@ class LocalFleet:
         self._idle = asyncio.Event()
         self._moving = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
+        self._takeovers: set[asyncio.Task[None]] = set()
         self._log = contextlib.ExitStack()
 
     # Life
@@ -116,6 +118,7 @@ class LocalFleet:
     def _join(self, one: WorkerGroup) -> list[ModelGroup]:
         """Its models, on workers that are yet to be started."""
         workers, joined = Workers(one.parallel, one.command, one.launcher), list[ModelGroup]()
+        workers.is_replaced = self._is_replaced
         self.workers.append(workers)
         for number, model in enumerate(one.models):
             at = len(self.groups), number
@@ -157,12 +160,31 @@ class LocalFleet:
 
     async def _retire(self, workers: Workers) -> None:
         assert self.driver is not None
-        gone = [group for group in self.groups if group.workers is workers]
-        for group in gone:
+        leaving = [group for group in self.groups if group.workers is workers]
+        for group in leaving:
             self._hosts[group.config.name].remove(group)
             self.driver.post(Retire(group.index))
-        await asyncio.gather(*(group.retired.wait() for group in gone))
+        self.driver.flush()
+        for group in leaving if workers.gone else ():
+            for seq in group.own():
+                group.fail(seq, f"{workers.gone}; no other group has room for this request")
+        await asyncio.gather(*(group.retired.wait() for group in leaving))
         await workers.stop()
+
+    def _is_replaced(self, workers: Workers) -> bool:
+        """Whether somebody takes over from workers that are gone for good; their sequences wait for it."""
+        if self.take_over is None or self.driver is None:
+            return False
+        task = asyncio.create_task(self._replace(workers, self.take_over))
+        self._takeovers.add(task)
+        task.add_done_callback(self._takeovers.discard)
+        return True
+
+    async def _replace(self, workers: Workers, take_over: Callable[[int], Awaitable[None]]) -> None:
+        try:
+            await take_over(self.workers.index(workers))
+        except (RuntimeError, ValueError, OSError) as error:
+            workers.give_up(f"{workers.gone}, and nothing takes over: {error}")
 
     def _fit(self, group: ModelGroup) -> None:
         """What a sequence can have there when it is alone."""
@@ -180,8 +202,9 @@ class LocalFleet:
     async def stop(self) -> None:
         """Ends the workers; sequences still running fail."""
         self.draining = True
-        if self._watcher:
-            self._watcher.cancel()
+        for task in (self._watcher, *self._takeovers):
+            if task:
+                task.cancel()
         for group in self.groups:
             for seq in group.own():
                 group.fail(seq, "the server is shutting down")

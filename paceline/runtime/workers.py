@@ -52,6 +52,8 @@ class Workers:
         self.parallel, self.command, self.launcher = parallel, command, launcher
         self.guests: list[Guest] = []
         self.state = "loading"  # ready, restarting, failed, stopped
+        self.gone = ""  # why they do not come back
+        self.is_replaced: Callable[[Workers], bool] = lambda workers: False  # asked when they are gone for good
         self._processes: list[Process] = []
         self._infos: list[dict[int, EngineInfo]] = []  # by model, of each process
         self._failed: set[int] = set()  # models
@@ -96,7 +98,7 @@ class Workers:
     @property
     def reason(self) -> str:
         """Why they are not there, as far as is known; of those that failed their guests know."""
-        return self.launcher.reason if self.state == "restarting" else ""
+        return self.gone or self.launcher.reason if self.state == "restarting" else ""
 
     @property
     def pids(self) -> list[int]:
@@ -144,12 +146,25 @@ class Workers:
             await self.start()
 
     def _fail(self, reason: str, gone: Sequence[Process] = ()) -> None:
-        self.state = "failed"
         processes, self._processes = [*gone, *self._processes], []
+        self._task(_end(processes))
+        self.gone = reason
+        if not (any(guest.info for guest in self.guests) and self.is_replaced(self)):
+            self.give_up(reason)
+            return
+        self.state = "restarting"  # elsewhere: their models have lost them, and wait
+        for model, guest in enumerate(self.guests):
+            if model not in self._failed:
+                guest.lost()
+
+    def give_up(self, reason: str) -> None:
+        """They are gone for good, and nobody takes over."""
+        if self.state == "stopped":
+            return
+        self.state = "failed"
         for model, guest in enumerate(self.guests):
             if model not in self._failed:
                 guest.failed(reason, False)
-        self._task(_end(processes))
 
     def _task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

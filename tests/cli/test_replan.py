@@ -7,7 +7,8 @@ import time
 import numpy as np
 import pytest
 
-from paceline.cli.replan import Replanner, used
+from paceline.cli.deployment import Deployment, used
+from paceline.cli.replan import Replanner
 from paceline.core.cluster import Group, Parallel, Placement
 from paceline.core.request import SLO, SamplingParams
 from paceline.runtime.fleet import FleetConfig, LocalFleet
@@ -73,7 +74,7 @@ async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path
     async with LocalFleet(groups(APART), FleetConfig(token_budget=16)) as fleet:
         recent = Recent(fleet, 600.0, time.monotonic)
         files = tmp_path / "fleet.yaml", tmp_path / "profile.json"
-        replanner = Replanner(fleet, recent, *files, APART, groups, said.append)
+        replanner = Replanner(Deployment(fleet, *files, APART, groups, 2), recent, said.append)
         assert not await replanner.once(), "nothing is known of the traffic"
         rng = np.random.default_rng(0)
         arrivals = np.cumsum(rng.exponential(0.03, 400))  # nearly all for `a`: more than one device can serve

@@ -1,0 +1,196 @@
+"""A device is gone for good: another placement takes over, and no request is lost."""
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.deployment import Deployment, complete, used
+from paceline.cli.spare import Spare, described, without_device
+from paceline.core.cluster import Group, Parallel, Placement
+from paceline.core.request import SamplingParams
+from paceline.runtime.api import Unavailable
+from paceline.runtime.fleet import FleetConfig, LocalFleet
+from paceline.runtime.recent import Recent
+from tests.runtime.test_fleet import Collector, children, expected, until, worker
+
+PIPELINE = Group((0, 1), Parallel(2, 1), ("a", "b"))
+SINGLE = Group((2,), Parallel(), ("b", "c"))
+LAST = Group((3,), Parallel(), ("d",))
+THREE = Placement(tuple(Group((i,), Parallel(), (name,)) for i, name in enumerate("abc")))
+
+
+def test_a_group_that_has_devices_left_goes_on_with_those():
+    placement = Placement((PIPELINE, SINGLE))
+    assert without_device(placement, PIPELINE).groups == (SINGLE, replace(PIPELINE, devices=(0,), parallel=Parallel()))
+    for shape, left in (((1, 4), (1, 2)), ((1, 3), (1, 1)), ((3, 2), (2, 2)), ((1, 2), (1, 1))):
+        group = Group(tuple(range(Parallel(*shape).devices)), Parallel(*shape), ("a",))
+        (smaller,) = without_device(Placement((group,)), group).groups
+        assert smaller.parallel == Parallel(*left) and smaller.models == ("a",)
+
+
+def test_models_that_nobody_else_has_join_the_groups_with_the_fewest():
+    after = without_device(Placement((PIPELINE, SINGLE, LAST)), SINGLE)
+    assert after.groups == (PIPELINE, replace(LAST, models=("d", "c")))
+    assert described(after) == "0,1(2,1): a b; 3: d c"
+    with pytest.raises(RuntimeError, match="no device is left"):
+        without_device(Placement((LAST,)), LAST)
+
+
+def test_models_that_a_plan_left_out_are_in_it_all_the_same():
+    whole = complete(Placement((PIPELINE, LAST)), "abcde")
+    assert whole.groups == (replace(PIPELINE, models=("a", "b", "e")), replace(LAST, models=("d", "c")))
+
+
+class Placed:
+    """A fleet of toys on THREE with a spare placement; the device of `c` can be made to go."""
+
+    def __init__(self, refuse: str = "") -> None:
+        self.gone, self.refuse, self.said = False, refuse, list[str]()
+        self.fleet = LocalFleet(map(self._group, used(THREE)), FleetConfig(token_budget=16))
+        self.deployment = Deployment(self.fleet, Path("none.yaml"), None, THREE, self._again, 3)
+        self.spare = Spare(self.deployment, Recent(self.fleet, 600.0, lambda: 0.0), self.said.append)
+        self.fleet.take_over = self.spare.take_over
+
+    def _group(self, group: Group):
+        toys = worker(*group.models, delay=0.004)
+        dies = ["-c", "import os; os._exit(9)"]
+        return replace(toys, command=lambda seat: dies if self.gone and group.models == ("c",) else toys.command(seat))
+
+    def _again(self, placement: Placement):
+        return [replace(self._group(group), command=worker(refuse=self.refuse).command) if self.refuse
+                else self._group(group) for group in used(placement)]  # fmt: skip
+
+    def lose(self) -> None:
+        self.gone = True
+        os.kill(self.fleet.workers[2].pids[0], signal.SIGKILL)
+
+    def submit(self, tokens: int, names: str = "abcabc") -> list[Collector]:
+        sinks = [Collector() for _ in names]
+        for i, (name, sink) in enumerate(zip(names, sinks, strict=True)):
+            self.fleet.submit(name, [i, i + 1], SamplingParams(max_tokens=tokens), sink)
+        return sinks
+
+    def states(self) -> list[str]:
+        return [status.state for status in self.fleet.status()]
+
+
+@asynccontextmanager
+async def placed(**options):
+    one = Placed(**options)
+    async with one.fleet:
+        yield one
+    assert not children()
+
+
+async def check(sinks: list[Collector], tokens: int) -> None:
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+    for i, sink in enumerate(sinks):
+        assert not sink.error and sink.tokens == expected([i, i + 1], tokens)
+
+
+PLANNED = Placement((Group((0,), Parallel(), ("c", "b")), Group((1,), Parallel(), ("a",))))
+
+
+@pytest.mark.parametrize(("planned", "stays", "comes"), [(None, 1, ("a", "c")), (PLANNED, 0, ("c", "b"))])
+async def test_another_placement_takes_over_and_streams_go_on(planned, stays, comes):
+    async with placed() as one:
+        if planned:
+            one.spare.planned[2] = planned
+        sinks = one.submit(100)
+        await until(lambda: all(len(sink.tokens) > 3 for sink in sinks))
+        kept = one.fleet.workers[stays].pids
+        one.lose()
+        await until(lambda: one.fleet.workers[2].gone)
+        assert one.states() == ["ready", "ready", "restarting"] and not one.fleet.ready and one.fleet.healthy
+        assert "ended with code 9 6 times in a row" in one.fleet.status()[2].reason
+        late = one.submit(10, "cab")
+        assert not any(sink.done.is_set() for sink in (sinks[2], sinks[5], late[0]))
+        await check(sinks, 100)
+        await check(late, 10)
+        await until(lambda: one.fleet.ready and any("moved" in line for line in one.said))
+        assert one.states() == ["ready"] * 3
+        assert [group.models for group in one.deployment.placement.groups] == [tuple("ab"[stays]), comes]
+        assert [n for n, workers in enumerate(one.fleet.workers) if workers.state == "ready"] == [stays, 3]
+        assert one.fleet.workers[stays].pids == kept, "a group that is in both placements stays"
+        assert one.deployment.devices == 2 and one.deployment.moved.is_set()
+        await check(one.submit(20), 20)
+
+
+async def test_where_nothing_can_take_over_the_others_go_on_and_who_waits_is_told():
+    async with placed(refuse="no memory") as one:
+        sinks = one.submit(60)
+        await until(lambda: all(len(sink.tokens) > 3 for sink in sinks))
+        one.lose()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        for i in (2, 5):
+            assert "6 times in a row, and nothing takes over: " in sinks[i].error and "no memory" in sinks[i].error
+        others = [0, 1, 3, 4]
+        assert [sinks[i].tokens for i in others] == [expected([i, i + 1], 60) for i in others]
+        assert one.states() == ["ready", "ready", "failed"] and one.fleet.ready
+        with pytest.raises(Unavailable) as refused:
+            one.submit(1, "c")
+        assert refused.value.retry_after == 30 and "no memory" in str(refused.value)
+        await check(one.submit(10, "ab"), 10)
+        assert any("moving failed: " in line for line in one.said)
+        assert [group.models for group in one.deployment.placement.groups] == [("a",), ("b",)]
+
+
+async def test_a_request_that_no_other_group_can_hold_fails_alone():
+    async with placed() as one:
+        small = worker("a", "c", num_blocks=12)
+        one.deployment._start = lambda placement: [small]
+        sinks = one.submit(30, "cc")
+        one.fleet.submit("c", [5] * 50, SamplingParams(max_tokens=100), long := Collector())
+        await until(lambda: all(len(sink.tokens) > 3 for sink in (*sinks, long)))
+        one.lose()
+        await check(sinks, 30)
+        await until(long.done.is_set)
+        assert "no other group has room" in long.error
+        await until(lambda: any("moved" in line for line in one.said))
+
+
+async def test_models_loaded_by_need_take_over_too():
+    """The new group holds one of its two models at a time; what waits for the other has it loaded."""
+    async with placed() as one:
+        one.deployment._start = lambda placement: [worker("a", "c", slots=1)]
+        sinks = one.submit(40, "cac")
+        await until(lambda: all(len(sink.tokens) > 3 for sink in sinks))
+        one.lose()
+        await check(sinks, 40)
+
+
+async def test_stopping_in_the_middle_of_a_takeover_leaves_no_process():
+    async with placed() as one:
+        sinks = one.submit(200, "c")
+        await until(lambda: len(sinks[0].tokens) > 3)
+        one.lose()
+        await until(lambda: len(one.fleet.workers) == 4)
+    assert sinks[0].error
+
+
+async def test_it_is_planned_ahead_and_again_after_a_move(monkeypatch):
+    async with placed() as one:
+        asked = []
+
+        async def plan(devices, trace):
+            asked.append((devices, trace))
+            if devices == 1:
+                raise RuntimeError("source: no profile")
+            return THREE
+
+        monkeypatch.setattr(one.deployment, "plan", plan)
+        task = asyncio.create_task(one.spare.run())
+        await until(lambda: one.said == ["should a device be lost: 0: a; 1: b; 2: c"])
+        one.deployment.devices = 2
+        one.deployment.moved.set()
+        await until(lambda: len(one.said) == 2)
+        assert one.said[1] == "should a device be lost: its models join other groups (source: no profile)"
+        assert asked == [(2, None), (1, None)] and list(one.spare.planned) == [2]
+        task.cancel()
