@@ -202,9 +202,11 @@ class LocalFleet:
     async def stop(self) -> None:
         """Ends the workers; sequences still running fail."""
         self.draining = True
-        for task in (self._watcher, *self._takeovers):
-            if task:
-                task.cancel()
+        if self._watcher:
+            self._watcher.cancel()
+        for task in self._takeovers:
+            task.cancel()
+        await asyncio.gather(*self._takeovers, return_exceptions=True)
         for group in self.groups:
             for seq in group.own():
                 group.fail(seq, "the server is shutting down")
