@@ -9,10 +9,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import cast
 
 from paceline.cli.planning import load_placement, save_placement
 from paceline.core.cluster import Group, Placement
 from paceline.runtime.fleet import LocalFleet, WorkerGroup
+from paceline.runtime.ray_process import RayCluster, RayLauncher
 from paceline.workload.trace import Trace
 
 
@@ -28,8 +30,10 @@ class Deployment:
         groups: Callable[[Placement], list[WorkerGroup]],
         devices: int,
         memory: int | None = None,
+        cluster: RayCluster | None = None,
     ) -> None:
-        """`groups`: how a placement's groups are started; `memory`: of a device in bytes, None: as the file says."""
+        """`groups`: how a placement's groups are started; `memory`: of a device in bytes, None: as the file says;
+        `cluster`: of nodes that have no other devices than those in use."""
         self.fleet, self.file, self.devices = fleet, file, devices
         self.groups = dict(enumerate(used(placement)))  # by the fleet's numbers of their workers
         self.models = [model for group in placement.groups for model in group.models]
@@ -37,7 +41,7 @@ class Deployment:
         self.moved = asyncio.Event()
         self._profile = ["--profile", str(profile)] if profile else []
         self._memory = ["--memory", str(memory)] if memory else []
-        self._start = groups
+        self._start, self._cluster = groups, cluster
 
     @property
     def placement(self) -> Placement:
@@ -58,21 +62,33 @@ class Deployment:
             await self._run("simulate", trace, folder, "--placement", str(path), "--out", str(out))
             return (out / "report.json").read_bytes()
 
-    async def move(self, placement: Placement, lost: int | None = None) -> None:
-        """Groups that are in both placements stay as they are, but not the lost one.
+    @property
+    def lost(self) -> list[int]:
+        """Groups that are gone, or have no room."""
+        return [number for number in self.groups if self.fleet.workers[number].reason]
+
+    async def move(self, placement: Placement) -> None:
+        """Groups that are in both placements stay as they are, but not lost ones.
 
         Raises RuntimeError, ValueError or OSError where new groups cannot be started; then nothing changes.
         """
-        leaving, staying, coming = dict(self.groups), dict[int, Group](), list[Group]()
+        leaving, staying, coming, lost = dict(self.groups), dict[int, Group](), list[Group](), self.lost
         for group in used(placement):
-            alike = (number for number, one in leaving.items() if number != lost and _alike(one, group))
+            alike = (number for number, one in leaving.items() if number not in lost and _alike(one, group))
             if (same := next(alike, None)) is None:
                 coming.append(group)
             else:
                 del leaving[same]
                 staying[same] = group
+        groups = self._start(Placement(tuple(coming)))
+        if self._cluster:
+            order = sorted(leaving, key=lost.__contains__)
+            old = [cast(RayLauncher, self.fleet.workers[number].launcher) for number in order]
+            launchers = self._cluster.instead([group.parallel for group in groups], old)
+            pairs = zip(groups, launchers, strict=True)
+            groups = [dataclasses.replace(group, launcher=launcher) for group, launcher in pairs]
         before = len(self.fleet.workers)
-        await self.fleet.move(self._start(Placement(tuple(coming))), list(leaving))
+        await self.fleet.move(groups, list(leaving), room=self._cluster is None)
         self.groups = staying | dict(enumerate(coming, before))
         self.moved.set()
 

@@ -135,9 +135,9 @@ def serve(
         started = on_cluster(started, cluster, threads, file)
     options = {
         "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
-        "memory": known and known.cluster.memory,
+        "memory": known and known.cluster.memory, "cluster": cluster,
     }  # fmt: skip
-    beside = partial(placed, every=replan, **options) if places and not ray else None
+    beside = partial(placed, every=replan, **options) if places else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(run(models, started, fleet, server, host, port, beside))
     if cluster:

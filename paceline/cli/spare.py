@@ -5,7 +5,7 @@ are; the others of the new one take over the waiting requests.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.cli.deployment import Deployment, complete, used
 from paceline.cli.planning import FEWEST
@@ -30,7 +30,8 @@ class Spare:
             await at.moved.wait()
 
     async def take_over(self, number: int) -> None:
-        """The group with this number of the fleet's is gone for good: moves to one device fewer.
+        """The group with this number of the fleet's is gone for good: moves to one device fewer, or to as many fewer as
+        groups are lost.
 
         Raises RuntimeError, ValueError or OSError where that cannot be; the other groups go on.
         """
@@ -38,17 +39,18 @@ class Spare:
         async with at.moving:
             if number not in at.groups:
                 raise RuntimeError("it was leaving")
-            at.devices -= 1
-            reason, lost = at.fleet.workers[number].gone, at.groups[number]
+            lost, reason = [at.groups[one] for one in at.lost], at.fleet.workers[number].gone
+            devices = at.devices - len(lost)
             try:
-                placement = self.planned.get(at.devices) or without_device(at.placement, lost)
+                placement = self.planned.get(devices) or without_devices(at.placement, lost)
                 self.say(f"a device is gone for good: {reason}; moving to {described(placement)}")
-                await at.move(placement, number)
+                await at.move(placement)
             except (RuntimeError, ValueError, OSError) as error:
-                del at.groups[number]
-                self.say(f"moving failed: {error}; {', '.join(lost.models)} no longer served there")
+                at.devices -= 1
+                self.say(f"moving failed: {error}; not served there any more: {' '.join(at.groups.pop(number).models)}")
                 raise
-        self.say(f"moved: {at.devices} devices serve all models")
+            at.devices = devices
+        self.say("moved: its requests go on")
 
     async def _plan(self, devices: int) -> None:
         trace = self.recent.trace()
@@ -60,18 +62,21 @@ class Spare:
         self.say(f"should a device be lost: {how}")
 
 
-def without_device(placement: Placement, lost: Group) -> Placement:
-    """Where there is nothing to plan with: a group that has devices left goes on with those; otherwise those of its
-    models that no other group has join the groups with the fewest. Raises RuntimeError where no device is left."""
-    others = tuple(group for group in used(placement) if group != lost)
-    pipeline, tensor = lost.parallel.pipeline, lost.parallel.tensor
-    if lost.parallel.devices > 1:
-        shape = Parallel(pipeline - 1, tensor) if pipeline > 1 else Parallel(1, tensor // 2)
-        smaller = dataclasses.replace(lost, devices=lost.devices[: shape.devices], parallel=shape)
-        return Placement((*others, smaller))
-    if not others:
+def without_devices(placement: Placement, lost: Sequence[Group]) -> Placement:
+    """Where there is nothing to plan with: of groups that have lost a device each, those that have others go on with
+    them; models that are in no group then join those with the fewest. Raises RuntimeError where no device is left."""
+    groups = [group for group in used(placement) if group not in lost]
+    groups += [_smaller(group) for group in lost if group.parallel.devices > 1]
+    if not groups:
         raise RuntimeError("no device is left")
-    return complete(Placement(others), lost.models)
+    return complete(Placement(tuple(groups)), [model for group in lost for model in group.models])
+
+
+def _smaller(group: Group) -> Group:
+    """A stage fewer, or half the ranks."""
+    pipeline, tensor = group.parallel.pipeline, group.parallel.tensor
+    shape = Parallel(pipeline - 1, tensor) if pipeline > 1 else Parallel(1, tensor // 2)
+    return dataclasses.replace(group, devices=group.devices[: shape.devices], parallel=shape)
 
 
 def described(placement: Placement) -> str:

@@ -128,16 +128,19 @@ class LocalFleet:
             joined.append(group)
         return joined
 
-    async def move(self, groups: Iterable[WorkerGroup], leaving: Iterable[int]) -> None:
+    async def move(self, groups: Iterable[WorkerGroup], leaving: Iterable[int], room: bool = True) -> None:
         """Starts these groups, and when they are ready has others leave, by their numbers in `workers`.
 
-        Those finish what they run, and what waits there moves: no request fails.
+        Those finish what they run, and what waits there moves: no request fails. Where there is no `room` for both,
+        the others end before, and all that they have moves.
 
         Raises RuntimeError when one of the new groups cannot be loaded; then nothing changes.
         """
         assert self.driver is not None
         async with self._moving:
             old = [self.workers[number] for number in leaving]
+            gave = [one for one in old if one.state in ("ready", "restarting") and not one.gone and not room]
+            await asyncio.gather(*(workers.make_way() for workers in gave))
             numbers = len(self.workers), len(self.groups)
             new = [group for one in groups for group in self._join(one)]
             started = self.workers[numbers[0] :]
@@ -147,6 +150,8 @@ class LocalFleet:
             if failed:
                 del self.workers[numbers[0] :], self.groups[numbers[1] :]
                 await asyncio.gather(*(workers.stop() for workers in started))
+                for workers in gave:
+                    workers.come_back()
                 raise RuntimeError(f"{failed[0].config.name}: {failed[0].reason}")
             for group in new:
                 self._fit(group)

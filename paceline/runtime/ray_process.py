@@ -364,6 +364,18 @@ class RayCluster:
             begin += len(group)
         return launchers
 
+    def instead(self, shapes: Sequence[Parallel], old: Sequence[RayLauncher]) -> list[RayLauncher]:
+        """Launchers of groups of such shapes on the devices that old ones have, the first of them, except where a
+        node was lost. Raises ValueError where those are too few."""
+        alive = {node["NodeID"] for node in ray().nodes() if node["Alive"]}
+        nodes = ray().util.placement_group_table(self._group)["bundles_to_node_id"]
+        there = [bundle for one in old for bundle in one.bundles if nodes.get(bundle) in alive]
+        needed = sum(shape.devices for shape in shapes)
+        if needed > len(there):
+            raise ValueError(f"--ray: {needed} devices are needed, {len(there)} are left")
+        devices = iter(there)
+        return [RayLauncher(self, [next(devices) for _ in range(shape.devices)]) for shape in shapes]
+
     def actor(self, bundle: int) -> Any:
         """Starts an actor in a bundle of the reserved ones, as soon as that has a node."""
         strategies = ray().util.scheduling_strategies

@@ -1,6 +1,7 @@
 """The worker processes of one group of devices: started together, watched, and started again when one is lost."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,6 +15,7 @@ from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Rea
 HANG_S = 2.0  # workers of which one has not moved for so long are killed and started again
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
 MAX_RESTARTS = 5  # in a row, without a step in between
+NO_ROOM_S = 30.0  # without room for so long: a cluster's other nodes have some in seconds, a new one comes in minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,18 @@ class Workers:
         await asyncio.gather(*(process.stop() for process in self._processes))
         self.launcher.close()
 
+    async def make_way(self) -> None:
+        """Ends their processes, until they `come_back`; their models have lost them, and wait."""
+        self.gone = "others need the devices"
+        await asyncio.gather(*self._tasks)
+        processes, self._processes = self._processes, []
+        await _end(processes)
+        self._lose(self.gone)
+
+    def come_back(self) -> None:
+        self.gone = ""
+        self._task(self.start())
+
     def send(self, message: ToWorker) -> None:
         frame = messages.encode(message)
         for process in self._processes:
@@ -114,11 +128,22 @@ class Workers:
 
     async def _meeting(self) -> str | None:
         """Where they find each other, as soon as there is room for all; None: stopped meanwhile."""
+        begin = time.monotonic()
         while (meeting := await self.launcher.meeting(self.parallel.devices)) is None:
-            if self.state == "stopped":
+            if self.state == "stopped" or self.gone:
                 return None
-            if self.launcher.reason:  # to wait for room is no crash
-                self._restarts = 0
+            if not self.launcher.reason:
+                begin = time.monotonic()
+                continue
+            self._restarts = 0  # to wait for room is no crash
+            if time.monotonic() - begin < NO_ROOM_S:
+                continue
+            reason = f"{self.launcher.reason}, for {NO_ROOM_S:g} s"
+            if self.state == "loading":
+                self.give_up(reason)
+            elif not self._replaced(reason):  # a node may come back
+                continue
+            return None
         return meeting
 
     def _kill(self) -> None:
@@ -142,20 +167,28 @@ class Workers:
 
     async def _start_again(self, gone: Sequence[Process]) -> None:
         await _end(gone)
-        if self.state == "restarting":
+        if self.state == "restarting" and not self.gone:
             await self.start()
 
     def _fail(self, reason: str, gone: Sequence[Process] = ()) -> None:
         processes, self._processes = [*gone, *self._processes], []
         self._task(_end(processes))
-        self.gone = reason
-        if not (any(guest.info for guest in self.guests) and self.is_replaced(self)):
+        if not self._replaced(reason):
             self.give_up(reason)
-            return
-        self.state = "restarting"  # elsewhere: their models have lost them, and wait
+
+    def _replaced(self, reason: str) -> bool:
+        """They are gone for good: whether others take over. Then their models have lost them, and wait."""
+        if not any(guest.info for guest in self.guests) or not self.is_replaced(self):
+            return False
+        self._lose(reason)
+        return True
+
+    def _lose(self, reason: str) -> None:
+        self.state, self.gone = "restarting", reason
         for model, guest in enumerate(self.guests):
             if model not in self._failed:
                 guest.lost()
+        self.launcher.close()
 
     def give_up(self, reason: str) -> None:
         """They are gone for good, and nobody takes over."""
