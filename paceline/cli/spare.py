@@ -12,6 +12,8 @@ from paceline.cli.planning import FEWEST
 from paceline.core.cluster import Group, Parallel, Placement
 from paceline.runtime.recent import Recent
 
+SHOWN = 8  # groups in a line
+
 
 class Spare:
     """Of a fleet that serves a fleet file's models on a placement."""
@@ -58,7 +60,7 @@ class Spare:
             self.planned[devices] = await self.deployment.plan(devices, trace if len(trace) >= FEWEST else None)
             how = described(self.planned[devices])
         except (RuntimeError, ValueError, OSError) as error:
-            how = f"its models join other groups ({error})"
+            how = f"the rest of its group, or other groups, take over its models ({error})"
         self.say(f"should a device be lost: {how}")
 
 
@@ -81,9 +83,9 @@ def _smaller(group: Group) -> Group:
 
 def described(placement: Placement) -> str:
     """The groups in a line: devices, shape, models."""
-    groups = (
+    groups = [
         f"{','.join(map(str, group.devices))}{group.parallel if group.parallel.devices > 1 else ''}: "
         f"{' '.join(group.models)}"
         for group in used(placement)
-    )
-    return "; ".join(groups)
+    ]
+    return "; ".join(groups[:SHOWN]) + f"; and {len(groups) - SHOWN} more" * (len(groups) > SHOWN)

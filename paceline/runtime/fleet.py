@@ -206,7 +206,7 @@ class LocalFleet:
 
     async def stop(self) -> None:
         """Ends the workers; sequences still running fail."""
-        self.draining = True
+        self.draining, self.take_over = True, None
         if self._watcher:
             self._watcher.cancel()
         for task in self._takeovers:

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -60,6 +62,25 @@ async def test_recent_traffic_is_a_trace_and_what_was_refused_is_in_it():
         await last.done.wait()
         await asyncio.sleep(0.01)
         assert not len(recent.trace()), "all of it is long ago"
+
+
+async def test_a_plan_made_before_a_device_was_lost_is_not_moved_to():
+    fleet = SimpleNamespace(workers=[SimpleNamespace(reason="")] * 2)
+    deployment = Deployment(fleet, Path(), None, APART, list, 2)
+    shares = iter((b'{"attainment": 0.5}', b'{"attainment": 1.0}'))
+
+    async def plan(devices, trace):
+        assert devices == 2
+        del deployment.groups[1]
+        return APART
+
+    async def simulate(placement, trace):
+        return next(shares)
+
+    deployment.plan, deployment.simulate = plan, simulate
+    said = []
+    assert not await Replanner(deployment, SimpleNamespace(trace=lambda: [None] * 50), said.append).once()
+    assert not said and not next(shares, None)
 
 
 @pytest.mark.timeout(60)

@@ -97,7 +97,7 @@ def test_a_group_that_loses_a_device_for_good_goes_on_with_the_other(tmp_path):
     ):
         whole, texts = client.completions.create(model="coder", **REQUEST).choices[0].text, [""] * 3
         threads = streams(client, texts)
-        until(lambda: any("should a device be lost: its models join" in line for line in server.log), 60)
+        until(lambda: any("should a device be lost: the rest" in line for line in server.log), 60)
 
         def lost() -> bool:
             for pid in server.workers():
