@@ -64,8 +64,9 @@ class Deployment:
 
     @property
     def lost(self) -> list[int]:
-        """Groups that are gone, or have no room."""
-        return [number for number in self.groups if self.fleet.workers[number].reason]
+        """Groups that are gone, or have no room any more."""
+        workers = self.fleet.workers
+        return [number for number in self.groups if workers[number].gone or workers[number].launcher.lost]
 
     async def move(self, placement: Placement) -> None:
         """Groups that are in both placements stay as they are, but not lost ones.
@@ -129,6 +130,7 @@ async def _paceline(*arguments: str) -> None:
         _, said = await process.communicate()
     except asyncio.CancelledError:
         process.kill()
+        await process.wait()
         raise
     if process.returncode:
         raise RuntimeError(said.decode(errors="replace").strip().rsplit("\n", 1)[-1])

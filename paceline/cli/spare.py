@@ -49,7 +49,8 @@ class Spare:
                 await at.move(placement)
             except (RuntimeError, ValueError, OSError) as error:
                 at.devices -= 1
-                self.say(f"moving failed: {error}; not served there any more: {' '.join(at.groups.pop(number).models)}")
+                gone = at.groups.pop(number)
+                self.say(f"moving failed: {error}; no longer served there: {' '.join(gone.models)}")
                 raise
             at.devices = devices
         self.say("moved: its requests go on")

@@ -161,19 +161,23 @@ class LocalFleet:
                 if group.state not in ("ready", "cold"):  # lost again already
                     self.driver.post(Lost(group.index))
                 self._hosts.setdefault(group.config.name, []).append(group)
-            await asyncio.gather(*map(self._retire, old))
+            await self._retire(old)
 
-    async def _retire(self, workers: Workers) -> None:
+    async def _retire(self, old: Seq[Workers]) -> None:
+        """They leave. What waits at workers that are gone already fails where no other group has room for it."""
         assert self.driver is not None
-        leaving = [group for group in self.groups if group.workers is workers]
+        leaving = [group for group in self.groups if group.workers in old]
         for group in leaving:
             self._hosts[group.config.name].remove(group)
             self.driver.post(Retire(group.index))
         self.driver.flush()
-        for group in leaving if workers.gone else ():
-            for seq in group.own():
-                group.fail(seq, f"{workers.gone}; no other group has room for this request")
-        await asyncio.gather(*(group.retired.wait() for group in leaving))
+        for group in leaving:
+            for seq in group.own() if group.workers.gone else ():
+                group.fail(seq, f"{group.workers.gone}; no other group has room for this request")
+        await asyncio.gather(*map(self._end, old))
+
+    async def _end(self, workers: Workers) -> None:
+        await asyncio.gather(*(group.retired.wait() for group in self.groups if group.workers is workers))
         await workers.stop()
 
     def _is_replaced(self, workers: Workers) -> bool:

@@ -132,10 +132,10 @@ class Workers:
         while (meeting := await self.launcher.meeting(self.parallel.devices)) is None:
             if self.state == "stopped" or self.gone:
                 return None
-            if not self.launcher.reason:
+            if self.launcher.reason:  # to wait for room is no crash
+                self._restarts = 0
+            if not self.launcher.lost:
                 begin = time.monotonic()
-                continue
-            self._restarts = 0  # to wait for room is no crash
             if time.monotonic() - begin < NO_ROOM_S:
                 continue
             reason = f"{self.launcher.reason}, for {NO_ROOM_S:g} s"

@@ -58,8 +58,6 @@ def test_models_that_a_plan_left_out_are_in_it_all_the_same():
 class NoRoom(Local):
     """A launcher that finds no room when its device is lost, as Ray's does."""
 
-    lost = False
-
     async def meeting(self, workers: int) -> str | None:
         if not self.lost:
             return await super().meeting(workers)
