@@ -317,11 +317,12 @@ class Controller:
                 hosts.remove(group)
 
     def _move_waiting(self, group: int, now: float) -> list[Event]:
-        """To other groups of their model which are up."""
+        """To other groups of their model which are up; from one that does not come back to any."""
         state, events = self.groups[group], list[Event]()
+        abandoned = state.retires and not state.up
         for sequence in state.scheduler.waiting:
             request = sequence.request
-            hosts = [i for i in self._hosts[request.model] if i != group and self.groups[i].up]
+            hosts = [i for i in self._hosts[request.model] if i != group and (self.groups[i].up or abandoned)]
             if not hosts:
                 continue
             index, reason, _ = self._host(request, hosts, admitted=True)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 from msgspec.structs import replace
 
 from paceline.batching.config import SchedulerConfig
+from paceline.cli.deployment import complete
 from paceline.cli.drafting import lookahead
 from paceline.cli.fleet_file import ClusterKeys, FleetFile
 from paceline.cli.models import Model
@@ -60,12 +60,7 @@ def plan(file: FleetFile, known: Planned) -> Placement:
     problem = known.problem(expected)
     effort = {"effort": EVALUATIONS * len(expected)} if known.stepwise else {}
     choice = search(problem, **effort)
-    placement = problem.placement(choice.shape, choice.member)
-    for m in np.flatnonzero(~choice.member.any(0)):  # no memory is left for it: it shares what the emptiest group has
-        least = min(placement.groups, key=lambda group: len(group.models))
-        more = dataclasses.replace(least, models=(*least.models, known.names[m]))
-        placement = Placement(tuple(more if group is least else group for group in placement.groups))
-    return placement
+    return complete(problem.placement(choice.shape, choice.member), known.names)
 
 
 def worker_groups(

@@ -32,6 +32,8 @@ def plan(
     profile: Annotated[Path | None, typer.Option(help="Profile file; default: profiles measured here.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Expected traffic; default: the models' workloads.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the placement here.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="Instead of the fleet file's.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of each, such as 6GiB, instead of the fleet file's.")] = None,
     duration: Annotated[float | None, typer.Option(min=1.0, help="Seconds of traffic made from workloads.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of workloads and of the search.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, help="Workloads to judge the result by, without a trace.")] = 5,
@@ -54,7 +56,7 @@ def plan(
         raise ValueError("duration: is of workloads, and --trace or --watch has its own")
     if trace and watch:
         raise ValueError("trace, watch: one of them, not both")
-    options = (profile, out, duration, seed, seeds, effort, quiet)
+    options = (profile, out, devices, memory, duration, seed, seeds, effort, quiet)
     if watch is None:
         make(fleet, trace, *options)
         return
@@ -86,6 +88,8 @@ def make(
     trace: Path | None,
     profile: Path | None,
     out: Path | None,
+    devices: int | None,
+    memory: str | None,
     duration: float | None,
     seed: int,
     seeds: int,
@@ -94,7 +98,7 @@ def make(
 ) -> None:
     """Plans, prints the placement and why, and writes it."""
     file = fleet_file.load(fleet)
-    known = planned(file, profile)
+    known = planned(file, profile, None, devices, memory)
     expected = traffic(file, known, trace, duration, seed)
     problem = known.problem(expected)
     begin, cpu = time.perf_counter(), time.process_time()

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
-from paceline.cli.fleet_file import Entry, FleetFile
+from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile
 from paceline.cli.profile import goal_budget
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import resolve
@@ -135,15 +135,22 @@ class Planned:
         return ModelTable(model.name, shapes)
 
 
-def planned(fleet: FleetFile, profile: Path | None, threads: int | None = None) -> Planned:
+def planned(
+    fleet: FleetFile,
+    profile: Path | None,
+    threads: int | None = None,
+    devices: int | None = None,
+    memory: str | None = None,
+) -> Planned:
     """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores, or all
-    of them. Raises ValueError naming what is missing."""
+    of them. `devices` and `memory`: instead of the fleet file's. Raises ValueError naming what is missing."""
     if threads is None and isinstance(fleet.cluster.devices, int):
         threads = profile_cache.threads_of(fleet.cluster.devices)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
     models = [_model(entry, file, errors, threads) for entry in fleet.models]
-    return Planned(models, _cluster(fleet), errors or None)
+    instead = {key: value for key, value in (("devices", devices), ("memory", memory)) if value is not None}
+    return Planned(models, _cluster(fleet.cluster.model_copy(update=instead)), errors or None)
 
 
 def _model(
@@ -255,8 +262,7 @@ def _from_config(entry: Entry, path: Path) -> ModelTable:
     return from_layers(entry.name, seconds, weights, PIPELINES)
 
 
-def _cluster(fleet: FleetFile) -> Cluster:
-    keys = fleet.cluster
+def _cluster(keys: ClusterKeys) -> Cluster:
     devices = 1 if keys.devices == "auto" else keys.devices
     if keys.memory == "auto":
         from paceline.engine.kv_cache import available_bytes

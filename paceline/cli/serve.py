@@ -18,6 +18,7 @@ from rich.table import Table
 from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
+from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import Limits, devices_of, on_cluster, plan, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
@@ -26,6 +27,7 @@ from paceline.cli.profile_cache import threads_of
 from paceline.cli.replan import WINDOW_S, Replanner
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
+from paceline.cli.spare import Spare
 from paceline.core.request import SLO
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.ray_process import RayCluster
@@ -120,7 +122,8 @@ def serve(
     planning = devices is not None and places is None
     measures = planning and profile is None
     models = [paced(model, maximum, token_budget is not None, threads, given, measures) for model in models]
-    known = planned(file, profile, threads) if file and (planning or profile) else None
+    size = devices_of(file, None) or devices  # of the cluster: a placement may leave devices out
+    known = planned(file, profile, threads, size) if file and (planning or profile) else None
     if planning and file and known:
         with console.status("planning"):
             places = plan(file, known)
@@ -130,10 +133,13 @@ def serve(
     started = groups(places)
     if cluster and threads:
         started = on_cluster(started, cluster, threads, file)
-    options = {"file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups}
-    replans = replan and partial(replanned, every=replan, **options)
+    options = {
+        "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
+        "memory": known and known.cluster.memory, "cluster": cluster,
+    }  # fmt: skip
+    beside = partial(placed, every=replan, **options) if places else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(run(models, started, fleet, server, host, port, replans))
+        code = runner.run(run(models, started, fleet, server, host, port, beside))
     if cluster:
         cluster.close()
     sys.exit(code)
@@ -183,8 +189,17 @@ async def run(
         await fleet.stop()
 
 
-async def replanned(fleet: LocalFleet, recent: Recent, every: float, **options: Any) -> None:
-    await Replanner(fleet, recent, say=lambda text: console.print(text, highlight=False), **options).run(every)
+async def placed(fleet: LocalFleet, recent: Recent, every: float | None, **options: Any) -> None:
+    """Sees to the placement: another one when a device is lost, and when traffic changes if that is looked at."""
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    deployment = Deployment(fleet, **options)
+    spare = Spare(deployment, recent, say)
+    fleet.take_over = spare.take_over
+    replans = [Replanner(deployment, recent, say).run(every)] if every else []
+    await asyncio.gather(spare.run(), *replans)
 
 
 def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedModel]:

@@ -26,6 +26,7 @@ def simulate(
     trace: Annotated[Path, typer.Option(help="Trace file.")],
     out: Annotated[Path, typer.Option(help="Directory for requests.csv and report.json.")],
     profile: Annotated[Path | None, typer.Option(help="Profile file; default: profiles measured here.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Of a device, such as 6GiB, instead of the fleet file's.")] = None,
     dispatch: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}, of one-shot requests.")] = "finish",
     timing: Annotated[str, typer.Option(help=f"One of {', '.join(TIMINGS)}: what is added to stages.")] = "plain",
     plot: Annotated[bool, typer.Option(help="Draw timeline.png, too: what each stage ran when.")] = False,
@@ -40,7 +41,7 @@ def simulate(
     check_parent("out", out)
     if plot:
         picture()
-    known = planned(fleet_file.load(fleet), profile)
+    known = planned(fleet_file.load(fleet), profile, memory=memory)
     where, requests = load_placement(placement), load(trace).named(known.names)
     used = [device for group in where.groups for device in group.devices]
     if used and max(used) >= known.cluster.devices:

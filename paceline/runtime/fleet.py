@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -74,6 +74,7 @@ class LocalFleet:
         self.observers: list[Observer] = []
         self.draining = False
         self.driver: Driver | None = None
+        self.take_over: Callable[[int], Awaitable[None]] | None = None  # from workers that are gone for good
         self.workers: list[Workers] = []
         self.groups: list[ModelGroup] = []  # as the controller counts them
         self.sequences: dict[str, RunningSequence] = {}
@@ -87,6 +88,7 @@ class LocalFleet:
         self._idle = asyncio.Event()
         self._moving = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
+        self._takeovers: set[asyncio.Task[None]] = set()
         self._log = contextlib.ExitStack()
 
     # Life
@@ -116,6 +118,7 @@ class LocalFleet:
     def _join(self, one: WorkerGroup) -> list[ModelGroup]:
         """Its models, on workers that are yet to be started."""
         workers, joined = Workers(one.parallel, one.command, one.launcher), list[ModelGroup]()
+        workers.is_replaced = self._is_replaced
         self.workers.append(workers)
         for number, model in enumerate(one.models):
             at = len(self.groups), number
@@ -125,16 +128,19 @@ class LocalFleet:
             joined.append(group)
         return joined
 
-    async def move(self, groups: Iterable[WorkerGroup], leaving: Iterable[int]) -> None:
+    async def move(self, groups: Iterable[WorkerGroup], leaving: Iterable[int], room: bool = True) -> None:
         """Starts these groups, and when they are ready has others leave, by their numbers in `workers`.
 
-        Those finish what they run, and what waits there moves: no request fails.
+        Those finish what they run, and what waits there moves: no request fails. Where there is no `room` for both,
+        the others end before, and all that they have moves.
 
         Raises RuntimeError when one of the new groups cannot be loaded; then nothing changes.
         """
         assert self.driver is not None
         async with self._moving:
             old = [self.workers[number] for number in leaving]
+            gave = [one for one in old if one.state in ("ready", "restarting") and not one.gone and not room]
+            await asyncio.gather(*(workers.make_way() for workers in gave))
             numbers = len(self.workers), len(self.groups)
             new = [group for one in groups for group in self._join(one)]
             started = self.workers[numbers[0] :]
@@ -144,6 +150,8 @@ class LocalFleet:
             if failed:
                 del self.workers[numbers[0] :], self.groups[numbers[1] :]
                 await asyncio.gather(*(workers.stop() for workers in started))
+                for workers in gave:
+                    workers.come_back()
                 raise RuntimeError(f"{failed[0].config.name}: {failed[0].reason}")
             for group in new:
                 self._fit(group)
@@ -153,16 +161,39 @@ class LocalFleet:
                 if group.state not in ("ready", "cold"):  # lost again already
                     self.driver.post(Lost(group.index))
                 self._hosts.setdefault(group.config.name, []).append(group)
-            await asyncio.gather(*map(self._retire, old))
+            await self._retire(old)
 
-    async def _retire(self, workers: Workers) -> None:
+    async def _retire(self, old: Seq[Workers]) -> None:
+        """They leave. What waits at workers that are gone already fails where no other group has room for it."""
         assert self.driver is not None
-        gone = [group for group in self.groups if group.workers is workers]
-        for group in gone:
+        leaving = [group for group in self.groups if group.workers in old]
+        for group in leaving:
             self._hosts[group.config.name].remove(group)
             self.driver.post(Retire(group.index))
-        await asyncio.gather(*(group.retired.wait() for group in gone))
+        self.driver.flush()
+        for group in leaving:
+            for seq in group.own() if group.workers.gone else ():
+                group.fail(seq, f"{group.workers.gone}; no other group has room for this request")
+        await asyncio.gather(*map(self._end, old))
+
+    async def _end(self, workers: Workers) -> None:
+        await asyncio.gather(*(group.retired.wait() for group in self.groups if group.workers is workers))
         await workers.stop()
+
+    def _is_replaced(self, workers: Workers) -> bool:
+        """Whether somebody takes over from workers that are gone for good; their sequences wait for it."""
+        if self.take_over is None or self.driver is None:
+            return False
+        task = asyncio.create_task(self._replace(workers, self.take_over))
+        self._takeovers.add(task)
+        task.add_done_callback(self._takeovers.discard)
+        return True
+
+    async def _replace(self, workers: Workers, take_over: Callable[[int], Awaitable[None]]) -> None:
+        try:
+            await take_over(self.workers.index(workers))
+        except (RuntimeError, ValueError, OSError) as error:
+            workers.give_up(f"{workers.gone}, and nothing takes over: {error}")
 
     def _fit(self, group: ModelGroup) -> None:
         """What a sequence can have there when it is alone."""
@@ -179,9 +210,12 @@ class LocalFleet:
 
     async def stop(self) -> None:
         """Ends the workers; sequences still running fail."""
-        self.draining = True
+        self.draining, self.take_over = True, None
         if self._watcher:
             self._watcher.cancel()
+        for task in self._takeovers:
+            task.cancel()
+        await asyncio.gather(*self._takeovers, return_exceptions=True)
         for group in self.groups:
             for seq in group.own():
                 group.fail(seq, "the server is shutting down")

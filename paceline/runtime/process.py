@@ -58,7 +58,7 @@ class Local:
     """Worker processes on this machine (`launch.Launcher`)."""
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason, self.lost = "", False
         self._folder: Path | None = None
 
     async def meeting(self, workers: int) -> str | None:

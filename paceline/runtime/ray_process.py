@@ -252,7 +252,7 @@ class RayLauncher:
     def __init__(self, cluster: "RayCluster", bundles: Sequence[int]) -> None:
         """`bundles`: of the placement group, by worker."""
         self.cluster, self.bundles = cluster, bundles
-        self.reason = ""
+        self.reason, self.lost = "", False
         self.door = Door(cluster.host)
         self._actors: dict[int, Any] = {}
         self._places: dict[int, asyncio.Future[tuple[str, str, str]]] = {}  # of workers that are not started yet
@@ -261,7 +261,7 @@ class RayLauncher:
         try:
             return await self._meet(workers)
         except ray().exceptions.RayError as error:  # of Ray's own processes one is away
-            self.reason = f"Ray does not answer: {str(error).splitlines()[0]}"
+            self.reason, self.lost = silence(error), False
             await asyncio.sleep(POLL_S)
             return None
 
@@ -273,7 +273,7 @@ class RayLauncher:
         places = list(self._places.values())
         await asyncio.wait(places, timeout=POLL_S)
         if all(place.done() and not place.exception() for place in places):
-            self.reason, self._places = "", {}
+            self.reason, self.lost, self._places = "", False, {}
             nodes, files, urls = zip(*(place.result() for place in places), strict=True)
             if workers == 1:
                 return ""
@@ -283,6 +283,7 @@ class RayLauncher:
                 del self._places[number]
                 await asyncio.sleep(POLL_S)
         self.reason = await asyncio.to_thread(self.cluster.lack)
+        self.lost = self.reason != ""
         return None
 
     def process(self, number: int, command: Sequence[str], on_message: OnMessage, on_exit: OnExit) -> RayProcess:
@@ -295,6 +296,10 @@ class RayLauncher:
         for actor in self._actors.values():
             ray().kill(actor)
         self._actors, self._places = {}, {}
+
+
+def silence(error: Exception) -> str:
+    return f"Ray does not answer: {str(error).splitlines()[0]}"
 
 
 async def _result(reference: Any) -> Any:
@@ -363,6 +368,21 @@ class RayCluster:
             launchers.append(RayLauncher(self, numbers))
             begin += len(group)
         return launchers
+
+    def instead(self, shapes: Sequence[Parallel], old: Sequence[RayLauncher]) -> list[RayLauncher]:
+        """Launchers of groups of such shapes on the devices that old ones have, the first of them, except where a
+        node was lost. Raises ValueError where those are too few, OSError where Ray does not answer."""
+        try:
+            alive = {node["NodeID"] for node in ray().nodes() if node["Alive"]}
+            nodes = ray().util.placement_group_table(self._group)["bundles_to_node_id"]
+        except ray().exceptions.RayError as error:
+            raise OSError(silence(error)) from error
+        there = [bundle for one in old for bundle in one.bundles if nodes.get(bundle) in alive]
+        needed = sum(shape.devices for shape in shapes)
+        if needed > len(there):
+            raise ValueError(f"--ray: {needed} devices are needed, {len(there)} are left")
+        devices = iter(there)
+        return [RayLauncher(self, [next(devices) for _ in range(shape.devices)]) for shape in shapes]
 
     def actor(self, bundle: int) -> Any:
         """Starts an actor in a bundle of the reserved ones, as soon as that has a node."""

@@ -1,6 +1,7 @@
 """The worker processes of one group of devices: started together, watched, and started again when one is lost."""
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -14,6 +15,7 @@ from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Rea
 HANG_S = 2.0  # workers of which one has not moved for so long are killed and started again
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
 MAX_RESTARTS = 5  # in a row, without a step in between
+NO_ROOM_S = 30.0  # without room for so long: a cluster's other nodes have some in seconds, a new one comes in minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class Workers:
         self.parallel, self.command, self.launcher = parallel, command, launcher
         self.guests: list[Guest] = []
         self.state = "loading"  # ready, restarting, failed, stopped
+        self.gone = ""  # why they do not come back
+        self.is_replaced: Callable[[Workers], bool] = lambda workers: False  # asked when they are gone for good
         self._processes: list[Process] = []
         self._infos: list[dict[int, EngineInfo]] = []  # by model, of each process
         self._failed: set[int] = set()  # models
@@ -84,6 +88,18 @@ class Workers:
         await asyncio.gather(*(process.stop() for process in self._processes))
         self.launcher.close()
 
+    async def make_way(self) -> None:
+        """Ends their processes, until they `come_back`; their models have lost them, and wait."""
+        self.gone = "others need the devices"
+        await asyncio.gather(*self._tasks)
+        processes, self._processes = self._processes, []
+        await _end(processes)
+        self._lose(self.gone)
+
+    def come_back(self) -> None:
+        self.gone = ""
+        self._task(self.start())
+
     def send(self, message: ToWorker) -> None:
         frame = messages.encode(message)
         for process in self._processes:
@@ -96,7 +112,7 @@ class Workers:
     @property
     def reason(self) -> str:
         """Why they are not there, as far as is known; of those that failed their guests know."""
-        return self.launcher.reason if self.state == "restarting" else ""
+        return self.gone or self.launcher.reason if self.state == "restarting" else ""
 
     @property
     def pids(self) -> list[int]:
@@ -112,11 +128,22 @@ class Workers:
 
     async def _meeting(self) -> str | None:
         """Where they find each other, as soon as there is room for all; None: stopped meanwhile."""
+        begin = time.monotonic()
         while (meeting := await self.launcher.meeting(self.parallel.devices)) is None:
-            if self.state == "stopped":
+            if self.state == "stopped" or self.gone:
                 return None
             if self.launcher.reason:  # to wait for room is no crash
                 self._restarts = 0
+            if not self.launcher.lost:
+                begin = time.monotonic()
+            if time.monotonic() - begin < NO_ROOM_S:
+                continue
+            reason = f"{self.launcher.reason}, for {NO_ROOM_S:g} s"
+            if self.state == "loading":
+                self.give_up(reason)
+            elif not self._replaced(reason):  # a node may come back
+                continue
+            return None
         return meeting
 
     def _kill(self) -> None:
@@ -140,16 +167,37 @@ class Workers:
 
     async def _start_again(self, gone: Sequence[Process]) -> None:
         await _end(gone)
-        if self.state == "restarting":
+        if self.state == "restarting" and not self.gone:
             await self.start()
 
     def _fail(self, reason: str, gone: Sequence[Process] = ()) -> None:
-        self.state = "failed"
         processes, self._processes = [*gone, *self._processes], []
+        self._task(_end(processes))
+        if not self._replaced(reason):
+            self.give_up(reason)
+
+    def _replaced(self, reason: str) -> bool:
+        """They are gone for good: whether others take over. Then their models have lost them, and wait."""
+        if not any(guest.info for guest in self.guests) or not self.is_replaced(self):
+            return False
+        self._lose(reason)
+        return True
+
+    def _lose(self, reason: str) -> None:
+        self.state, self.gone = "restarting", reason
+        for model, guest in enumerate(self.guests):
+            if model not in self._failed:
+                guest.lost()
+        self.launcher.close()
+
+    def give_up(self, reason: str) -> None:
+        """They are gone for good, and nobody takes over."""
+        if self.state == "stopped":
+            return
+        self.state = "failed"
         for model, guest in enumerate(self.guests):
             if model not in self._failed:
                 guest.failed(reason, False)
-        self._task(_end(processes))
 
     def _task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -200,10 +200,11 @@ def test_models_with_steps_are_planned_by_simulating_them(folder):
     (folder / "fleet.yaml").write_text(
         "models:\n  - {name: a, source: 'profile:llm', slo: {ttft: 0.3, tbt: 0.05}, workload: {rate: 2.0, cv: 2.0}}\n"
         "  - {name: b, source: 'profile:llm', slo: {ttft: 0.3, tbt: 0.05}, workload: {rate: 2.0, cv: 2.0}}\n"
-        "cluster: {devices: 2, memory: 3GiB}\n"
+        "cluster: {devices: 1, memory: 1GiB}\n"
     )
+    instead = ("--devices", "2", "--memory", "3GiB")
     told = paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "p.json", "--duration", "15",
-                    "--seeds", "1", "--quiet")  # fmt: skip
+                    "--seeds", "1", "--quiet", *instead)  # fmt: skip
     assert "100.00%" in told
     fleet = fleet_file.load(folder / "fleet.yaml")
     known = planned(fleet, folder / "profile.json")

@@ -3,11 +3,14 @@
 import asyncio
 import json
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from paceline.cli.replan import Replanner, used
+from paceline.cli.deployment import Deployment, used
+from paceline.cli.replan import Replanner
 from paceline.core.cluster import Group, Parallel, Placement
 from paceline.core.request import SLO, SamplingParams
 from paceline.runtime.fleet import FleetConfig, LocalFleet
@@ -61,6 +64,25 @@ async def test_recent_traffic_is_a_trace_and_what_was_refused_is_in_it():
         assert not len(recent.trace()), "all of it is long ago"
 
 
+async def test_a_plan_made_before_a_device_was_lost_is_not_moved_to():
+    fleet = SimpleNamespace(workers=[])
+    deployment = Deployment(fleet, Path(), None, APART, list, 2)
+    shares = iter((b'{"attainment": 0.5}', b'{"attainment": 1.0}'))
+
+    async def plan(devices, trace):
+        assert devices == 2
+        del deployment.groups[1]
+        return APART
+
+    async def simulate(placement, trace):
+        return next(shares)
+
+    deployment.plan, deployment.simulate = plan, simulate
+    said = []
+    assert not await Replanner(deployment, SimpleNamespace(trace=lambda: [None] * 50), said.append).once()
+    assert not said and not next(shares, None)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path):
@@ -74,7 +96,7 @@ async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path
     async with LocalFleet(groups(APART), FleetConfig(token_budget=16)) as fleet:
         recent = Recent(fleet, 600.0, time.monotonic)
         files = tmp_path / "fleet.yaml", tmp_path / "profile.json"
-        replanner = Replanner(fleet, recent, *files, APART, groups, said.append)
+        replanner = Replanner(Deployment(fleet, *files, APART, groups, 2), recent, said.append)
         assert not await replanner.once(), "nothing is known of the traffic"
         rng = np.random.default_rng(0)
         arrivals = np.cumsum(rng.exponential(0.03, 400))  # nearly all for `a`: more than one device can serve

@@ -15,14 +15,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from paceline.cli.deployment import Deployment
 from paceline.cli.sources import BUILTIN
+from paceline.cli.spare import Spare
 from paceline.cli.worker import GroupOptions, WorkerOptions
-from paceline.core.cluster import Parallel
+from paceline.core.cluster import Group, Parallel, Placement
 from paceline.core.request import SamplingParams
 from paceline.engine.runner import ModelRunner
+from paceline.runtime import workers
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.runtime.ray_process import RayCluster
+from paceline.runtime.recent import Recent
 from tests.engine.test_parallel import alone, requests
 from tests.runtime.test_fleet import Collector, expected, until, worker
 from tests.runtime.test_ray_process import is_dropped
@@ -122,6 +126,32 @@ async def test_a_lost_node_is_a_lost_device(nodes, cluster):
         fleet.used.clear()
         await check(submit(fleet, 12, 20), 20)
         assert fleet.used == {0, 1} and not lost.reason
+
+
+async def test_where_a_node_does_not_come_back_the_others_take_over(nodes, cluster, monkeypatch):
+    """On the device of a group that makes way."""
+    monkeypatch.setattr(workers, "NO_ROOM_S", 5.0)
+    placement = Placement(tuple(Group((i,), Parallel(), (name,)) for i, name in enumerate("ab")))
+
+    def groups(placement: Placement) -> list[WorkerGroup]:
+        return [worker(*group.models, delay=0.02) for group in placement.groups]
+
+    launchers = cluster.reserve([Parallel()] * 2, CORE, 8)
+    first = [replace(group, launcher=one) for group, one in zip(groups(placement), launchers, strict=True)]
+    async with LocalFleet(first, FleetConfig(token_budget=16)) as fleet:
+        deployment, said = Deployment(fleet, ROOT, None, placement, groups, 2, cluster=cluster), list[str]()
+        fleet.take_over = Spare(deployment, Recent(fleet, 600.0, lambda: 0.0), said.append).take_over
+        sinks = [Collector() for _ in range(4)]
+        for i, sink in enumerate(sinks):
+            fleet.submit("ab"[i % 2], [i, i + 1, i + 2], SamplingParams(max_tokens=60), sink)
+        await until(lambda: all(len(sink.tokens) > 2 for sink in sinks))
+        hosts = ray.util.placement_group_table(cluster._group)["bundles_to_node_id"]
+        nodes.remove_node(next(n for n in nodes.worker_nodes if n.node_id == hosts[1]), allow_graceful=False)
+        await until(lambda: len(said) == 2, 60)
+        assert "a node was lost" in said[0] and "moving to 0: a b" in said[0] and said[1].startswith("moved: ")
+        await check(sinks, 60)
+        assert fleet.ready and fleet.hosts("a") == fleet.hosts("b") == [(2, Parallel())]
+    nodes.add_node(**NODE)
 
 
 async def test_what_dies_or_hangs_is_replaced_and_streams_go_on(cluster):

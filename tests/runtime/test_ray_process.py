@@ -3,13 +3,14 @@
 import asyncio
 import sys
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.core.cluster import Parallel
 from paceline.runtime import ray_process
 from paceline.runtime.channel import FrontEnd, pack
-from paceline.runtime.ray_process import TOKEN_BYTES, Door, RayCluster, bundle_sizes, fit, interface
+from paceline.runtime.ray_process import TOKEN_BYTES, Door, RayCluster, RayLauncher, bundle_sizes, fit, interface
 from tests.runtime.test_fleet import until
 
 
@@ -84,6 +85,19 @@ def test_ranks_of_a_stage_are_one_bundle_as_far_as_a_node_goes():
 def test_bundles_fit_on_nodes_or_not():
     assert fit([2, 2, 1], [3, 2]) and not fit([2, 2], [3, 1]) and not fit([4], [3, 3])
     assert fit([], [1])
+
+
+def test_new_groups_get_the_devices_of_old_ones_that_are_left(monkeypatch):
+    nodes = [{"NodeID": name, "Alive": name != "gone"} for name in ("one", "two", "gone")]
+    table = {"bundles_to_node_id": {0: "one", 1: "two", 2: "gone", 3: ""}}
+    util = SimpleNamespace(placement_group_table=lambda group: table)
+    monkeypatch.setattr(ray_process, "ray", lambda: SimpleNamespace(nodes=lambda: nodes, util=util))
+    cluster = RayCluster.__new__(RayCluster)
+    cluster._group, cluster.host = None, "127.0.0.1"
+    old = [RayLauncher(cluster, bundles) for bundles in ([1, 1], [2, 0], [3])]
+    assert [one.bundles for one in cluster.instead([Parallel(2, 1), Parallel()], old)] == [[1, 1], [0]]
+    with pytest.raises(ValueError, match="4 devices are needed, 3 are left"):
+        cluster.instead([Parallel(2, 2)], old)
 
 
 def test_interfaces_are_known_by_their_addresses():

