@@ -305,6 +305,8 @@ class Controller:
         groups of their model which are up, or at this one when it is back."""
         state = self.groups[group]
         state.up = False
+        freed = self._freed.get(self._lane_of[group], [])
+        freed[:] = [one for one in freed if one[0] != group]
         for sequence in state.scheduler.reset():
             del self.sequences[sequence.id]
         return [*self._preempted(group, now), *self._move_waiting(group, now)]
