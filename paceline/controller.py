@@ -6,11 +6,12 @@ to repeat every decision.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.batching.budget import GoalBudget
 from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
+from paceline.batching.lending import lend
 from paceline.batching.policies import policy
 from paceline.batching.residency import Loaded, gives_way
 from paceline.batching.scheduler import Scheduler
@@ -51,6 +52,7 @@ class GroupConfig:
     resident: bool = True  # it is loaded at the start
     load_s: float = 0.0  # seconds that loading it takes, as far as is known
     device: int | None = None  # groups with the same one share its stages, a step at a time; None: nobody else's
+    block_bytes: tuple[int, ...] = ()  # of a KV block at each of its workers, where the device's groups lend memory
 
     def __post_init__(self) -> None:
         if self.pipeline < 1:
@@ -80,6 +82,8 @@ class Controller:
         self._lane_of: list[int] = []  # of each group
         self._touched: set[int] = set()  # lanes in which something has happened in this turn
         self._swapping: list[int] = []  # those that do not hold all of their models
+        self._lenders: dict[int, list[int]] = {}  # by device: groups that lend, those that left too
+        self._freed: dict[int, list[tuple[int, list[int]]]] = {}  # by device: blocks whose memory is to go back
         self._hosts: dict[str, list[int]] = {}
         for config in groups:
             self.add(config)
@@ -102,6 +106,8 @@ class Controller:
             self._swapping.append(lane)
         self._lanes[lane].append(number)
         self._lane_of.append(lane)
+        if config.block_bytes:
+            self._lenders.setdefault(lane, []).append(number)
         for model in config.models:
             self._hosts.setdefault(model, []).append(number)
         return number
@@ -260,7 +266,27 @@ class Controller:
     def next_batch(self, group: int, now: float) -> Batch | None:
         """The group's next step; None when it has nothing to do, its pipeline is full, or it has no workers."""
         state = self.groups[group]
-        return state.scheduler.compose(group) if state.up else None
+        if not state.up:
+            return None
+        freed = self._lend(group)
+        batch = state.scheduler.compose(group)
+        if batch is None or not freed:
+            return batch
+        batch = replace(batch, given_back=tuple(freed))
+        freed.clear()
+        return batch
+
+    def _lend(self, group: int) -> list[tuple[int, list[int]]]:
+        """Before a step of it (`batching.lending`). Returns blocks of groups on its device whose memory is to go back
+        before the device's next step."""
+        lane = self._lane_of[group]
+        lenders, freed = self._lenders.get(lane, []), self._freed.setdefault(lane, [])
+        if group in lenders:
+            schedulers = [self.groups[i].scheduler for i in lenders]
+            sizes = [self.groups[i].config.block_bytes for i in lenders]
+            taken = lend(schedulers, sizes, lenders.index(group))
+            freed += [(i, blocks) for i, blocks in zip(lenders, taken, strict=True) if blocks]
+        return freed
 
     def complete(self, group: int, batch_id: int, result: StepResult, now: float) -> list[Event]:
         """Takes what a batch yielded. A batch that a reset has overtaken is unknown and changes nothing."""
@@ -299,6 +325,8 @@ class Controller:
         self._touch(group)
         state = self.groups[group]
         state.up = False
+        freed = self._freed.get(self._lane_of[group], [])
+        freed[:] = [one for one in freed if one[0] != group]
         for sequence in state.scheduler.reset():
             del self.sequences[sequence.id]
         return [*self._preempted(group, now), *self._move_waiting(group, now)]

@@ -1,12 +1,14 @@
 """KV cache blocks by id: who holds which, and which hold a prefix worth keeping. No tensors.
 
-A block is in exactly one of three places:
+A block is in exactly one of four places:
 
     spare ----take----> held (holders > 0) ----release----> spare        no hash: the content is worthless
       ^                   |        ^
       |                register    | share
       |                   v        |
       +---evicted--- idle (no holders, hash known), least recently used goes first
+
+    spare or idle ----give_back----> away ----take----> held             its memory is lent to another group (`lending`)
 
 The hash of a block is chained: it stands for all tokens up to the block's end, so equal hashes mean equal KV.
 """
@@ -19,6 +21,7 @@ import numpy as np
 
 from paceline.batching.compiled import part
 from paceline.batching.state import (
+    AWAY,
     BLOCK_SIZE,
     EVER_HELD,
     FULL,
@@ -31,6 +34,7 @@ from paceline.batching.state import (
     OLDEST,
     SPARE,
     STACK,
+    TAKEN_AWAY,
     State,
 )
 from paceline.core.request import HASHED, HELD
@@ -46,7 +50,19 @@ def blocks_for(s: State, tokens: int) -> int:
 def num_free(s: State) -> int:
     """Blocks that can be taken now; idle ones give way."""
     now = s.now
-    return s.limits[NUM_BLOCKS] - now[EVER_HELD] + now[SPARE] + now[IDLE]
+    return s.limits[NUM_BLOCKS] - now[EVER_HELD] + now[AWAY] + now[SPARE] + now[IDLE]
+
+
+@part
+def num_held(s: State) -> int:
+    """Blocks that sequences hold."""
+    return num_there(s) - s.now[SPARE] - s.now[IDLE]
+
+
+@part
+def num_there(s: State) -> int:
+    """Blocks that take memory."""
+    return s.now[EVER_HELD] - s.now[AWAY]
 
 
 @part
@@ -85,13 +101,14 @@ def take(s: State, slot: int, count: int) -> None:
         if now[SPARE] > 0:
             now[SPARE] -= 1
             block = blocks[STACK, now[SPARE]]
-        elif now[EVER_HELD] < most:
+        elif num_there(s) >= most:
+            block = _evict(s)
+        elif now[AWAY] > 0:
+            block = blocks[STACK, blocks.shape[1] - now[AWAY]]
+            now[AWAY] -= 1
+        else:
             block = now[EVER_HELD]
             now[EVER_HELD] += 1
-        else:
-            block = now[OLDEST] - 1
-            _unlink(s, block)
-            _forget(s, block)
         blocks[HOLDERS, block] = 1
         tables[slot, at] = block
     s.numbers[slot, HELD] = held + count
@@ -129,6 +146,21 @@ def release(s: State, slot: int) -> None:
 
 
 @part
+def give_back(s: State, count: int) -> None:
+    """The memory of so many blocks that nobody holds: of spare ones, then of idle ones, which are evicted."""
+    now, blocks = s.now, s.blocks
+    for _ in range(count):
+        if now[SPARE] > 0:
+            now[SPARE] -= 1
+            block = blocks[STACK, now[SPARE]]
+        else:
+            block = _evict(s)
+        now[AWAY] += 1
+        now[TAKEN_AWAY] += 1
+        blocks[STACK, blocks.shape[1] - now[AWAY]] = block
+
+
+@part
 def forget_all(s: State) -> None:
     """Drops all cached content (the device lost it). Held blocks stay held."""
     now = s.now
@@ -141,6 +173,15 @@ def forget_all(s: State) -> None:
         s.blocks[FULL, block] = 0
     for at in range(s.buckets.shape[0]):
         s.buckets[at] = 0
+
+
+@part
+def _evict(s: State) -> int:
+    """The least recently used of the idle blocks, without its content."""
+    block = s.now[OLDEST] - 1
+    _unlink(s, block)
+    _forget(s, block)
+    return block
 
 
 @part
@@ -207,7 +248,9 @@ def check(s: State, held: Iterable[Sequence[int]]) -> None:
         idle.append(int(at) - 1)
         at = s.blocks[NEWER, at - 1]
     assert len(idle) == s.now[IDLE] and all(s.blocks[FULL, block] for block in idle)
-    places = [*s.blocks[STACK, : s.now[SPARE]].tolist(), *idle, *np.flatnonzero(holders).tolist()]
+    stack, away = s.blocks[STACK], int(s.now[AWAY])
+    spare = [*stack[: s.now[SPARE]].tolist(), *stack[len(stack) - away :].tolist()]
+    places = [*spare, *idle, *np.flatnonzero(holders).tolist()]
     assert sorted(places) == list(range(ever)), "a block is lost or in two places"
     full = np.flatnonzero(s.blocks[FULL, :ever]).tolist()
     assert sorted(s.buckets[s.buckets > 0].tolist()) == [1 + block for block in full], "the index has other blocks"

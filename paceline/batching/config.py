@@ -11,6 +11,7 @@ class SchedulerConfig:
     max_batch: int = 256  # sequences that are running
     block_size: int = 16
     num_blocks: int = 4096
+    most_blocks: int | None = None  # with those that others on the device lend it; None: no more than its own
     watermark: float = 0.0  # share of the blocks that admission leaves free
     max_model_len: int | None = None  # tokens that `orca` and `request_level` reserve; None: what a request may need
     max_num_batched_tokens: int = 8192  # prompt tokens of a step of `prefill_first`
@@ -20,6 +21,8 @@ class SchedulerConfig:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name}: {getattr(self, name)} is not at least {bound}")
+        if self.most_blocks is not None and self.most_blocks < self.num_blocks:
+            raise ValueError(f"most_blocks: {self.most_blocks} is not at least num_blocks, {self.num_blocks}")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ValueError(f"max_model_len: {self.max_model_len} is not at least 1")
         if not 0 <= self.watermark < 1:

@@ -36,7 +36,7 @@ from paceline.batching.state import (
     MAX_BATCH,
     MAX_MODEL_LEN,
     NEXT_SERIAL,
-    NUM_BLOCKS,
+    OWN_BLOCKS,
     PREEMPTED,
     PROMPTS,
     RESERVES,
@@ -200,13 +200,8 @@ def admit(s: State) -> int:
         return -1
     slot = s.waiting[now[HEAD]]
     row = s.numbers[slot]
-    # the last token is always computed, so that there are logits to sample from
-    hits, idle = look_up(s, slot, (row[KNOWN] - 1) // size)
-    if s.limits[RESERVES] > 0:
-        new, kept_free = reserved(s, row[ASKED], row[LIMIT] - row[ASKED]) - hits, 0
-    else:
-        new, kept_free = blocks_for(s, row[KNOWN]) - hits, s.limits[WATERMARK]
-    if num_free(s) - new - idle < kept_free:
+    hits, idle, new = lacks(s, slot)
+    if num_free(s) - new - idle < kept_free(s):
         return -1
     now[HEAD] += 1
     share(s, slot, hits)
@@ -218,6 +213,23 @@ def admit(s: State) -> int:
     _insert(s, s.prompts, now[PROMPTS], slot, True)
     now[PROMPTS] += 1
     return slot
+
+
+@part
+def lacks(s: State, slot: int) -> tuple[int, int, int]:
+    """To come in, a waiting sequence shares so many cached blocks, of which nobody holds so many, and takes so many."""
+    row = s.numbers[slot]
+    # the last token is always computed, so that there are logits to sample from
+    hits, idle = look_up(s, slot, (row[KNOWN] - 1) // s.limits[BLOCK_SIZE])
+    if s.limits[RESERVES] > 0:
+        return hits, idle, reserved(s, row[ASKED], row[LIMIT] - row[ASKED]) - hits
+    return hits, idle, blocks_for(s, row[KNOWN]) - hits
+
+
+@part
+def kept_free(s: State) -> int:
+    """Blocks that admission leaves (M1)."""
+    return 0 if s.limits[RESERVES] > 0 else s.limits[WATERMARK]
 
 
 @part
@@ -249,11 +261,15 @@ def reserved(s: State, tokens: int, max_tokens: int) -> int:
 
 
 @part
+def most_held(s: State, tokens: int, max_tokens: int) -> int:
+    """The most blocks that a request comes to hold."""
+    return reserved(s, tokens, max_tokens) if s.limits[RESERVES] > 0 else blocks_needed(s, tokens, max_tokens)
+
+
+@part
 def fits(s: State, tokens: int, max_tokens: int) -> bool:
-    """Whether the request can run when it is alone."""
-    if s.limits[RESERVES] > 0:
-        return reserved(s, tokens, max_tokens) <= s.limits[NUM_BLOCKS]
-    return blocks_needed(s, tokens, max_tokens) <= s.limits[NUM_BLOCKS] - s.limits[WATERMARK]
+    """Whether the request can run when it is alone, in what the group can have at any time."""
+    return most_held(s, tokens, max_tokens) <= s.limits[OWN_BLOCKS] - kept_free(s)
 
 
 # The life of a sequence
@@ -561,6 +577,15 @@ def _add(s: State, slot: int, length: int) -> None:
 
 
 @part
+def newest(s: State) -> int:
+    """The running sequence that came last, of those that are part of no batch; -1: there is none."""
+    for at in range(s.now[RUNNING] - 1, -1, -1):
+        if s.numbers[s.running[at], IN_FLIGHT] == 0:
+            return s.running[at]
+    return -1
+
+
+@part
 def _make_room(s: State, slot: int) -> bool:
     """For one more token (M2, M3). False: the sequence was preempted itself."""
     row = s.numbers[slot]
@@ -568,10 +593,7 @@ def _make_room(s: State, slot: int) -> bool:
         if num_free(s) > 0:
             take(s, slot, 1)
             break
-        at = s.now[RUNNING] - 1  # the latest that is not in flight; those before it stay
-        while s.running[at] != slot and s.numbers[s.running[at], IN_FLIGHT] > 0:
-            at -= 1
-        victim = s.running[at]
+        victim = newest(s)  # at the earliest this one, which is not in flight: those before it stay
         preempt(s, victim)
         if victim == slot:
             return False

@@ -18,6 +18,7 @@ from paceline.batching.sharing import time_of_next_due
 from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
+    AWAY,
     BLOCK_SIZE,
     BY_GOAL,
     CACHED_TOKENS,
@@ -25,6 +26,7 @@ from paceline.batching.state import (
     DRAFT,
     DRAFTING,
     ENTERING,
+    EVER_HELD,
     FLYING,
     FREE_SLOTS,
     GOAL,
@@ -44,6 +46,7 @@ from paceline.batching.state import (
     NUM_BLOCKS,
     NUM_FACTORS,
     NUM_LIMITS,
+    OWN_BLOCKS,
     PACE,
     PIPELINE,
     POLICY,
@@ -51,6 +54,7 @@ from paceline.batching.state import (
     RESERVES,
     RUNNING,
     SLOT,
+    SPARE,
     SPENT,
     START,
     TAIL,
@@ -91,8 +95,8 @@ def make_state(
     """An empty group's, with room for so many sequences, and blocks of one."""
     limits, factors = np.zeros(NUM_LIMITS, np.int64), np.zeros(NUM_FACTORS)
     limits[TOKEN_BUDGET], limits[MAX_BATCH] = config.token_budget, config.max_batch
-    limits[BLOCK_SIZE], limits[NUM_BLOCKS] = config.block_size, config.num_blocks
-    limits[WATERMARK] = config.watermark_blocks
+    limits[BLOCK_SIZE], limits[WATERMARK] = config.block_size, config.watermark_blocks
+    limits[NUM_BLOCKS] = limits[OWN_BLOCKS] = config.num_blocks
     limits[MAX_MODEL_LEN], limits[MAX_PROMPT_TOKENS] = config.max_model_len or 0, config.max_num_batched_tokens
     limits[POLICY], limits[RESERVES], limits[LATE] = policy.number, policy.reserves, policy.late
     limits[PIPELINE], limits[ADAPTIVE], limits[BY_GOAL] = pipeline, adaptive, policy.by_goal
@@ -102,7 +106,7 @@ def make_state(
         limits[TILE], limits[KNEE], limits[MAXIMUM] = budget.tile, budget.knee, budget.maximum
         factors[GOAL], factors[MARGIN] = NONE if budget.tbt is None else budget.tbt, budget.margin
         linear, terms = budget.arrays()
-    return make(limits, factors, linear, terms, slots, table)
+    return make(limits, factors, linear, terms, config.most_blocks or config.num_blocks, slots, table)
 
 
 class Scheduler:
@@ -121,7 +125,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.pace = Pace(predict) if predict else None
         self.state = make_state(config, policy, pipeline, budget, lookahead is not None)
-        self._handle = Handle(self.state)
+        self.handle = Handle(self.state)
         self.flying: dict[int, Batch] = {}  # by the batch's number
         self._sequences = np.empty(len(self.state.numbers), object)
         self._ids = np.empty(len(self.state.numbers), object)
@@ -160,8 +164,13 @@ class Scheduler:
         return int(self.state.now[RUNNING])
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks that it may have now: its own, and what others lend it."""
+        return int(self.state.limits[NUM_BLOCKS])
+
+    @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds; some may hold a prefix worth keeping."""
+        """Of those, blocks that nobody holds; some may hold a prefix worth keeping."""
         return int(_num_free(self.state))
 
     @property
@@ -182,7 +191,7 @@ class Scheduler:
 
     def fits(self, tokens: int, max_tokens: int) -> bool:
         """Whether the request can run when it is alone."""
-        return bool(_fits(self._handle, tokens, max_tokens))
+        return bool(_fits(self.handle, tokens, max_tokens))
 
     # What it expects
 
@@ -190,15 +199,15 @@ class Scheduler:
         """Seconds until a request that comes now would have its first token (`prediction.first_token`)."""
         self.state.factors[PACE] = self.pace.factor if self.pace else 1.0
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
-        return float(seconds_to_first_token(self._handle, request.prompt_tokens, place, others))
+        return float(seconds_to_first_token(self.handle, request.prompt_tokens, place, others))
 
     def turn(self) -> float:
         """Seconds of the next step; 0: there is nothing to do, or nobody knows."""
-        return float(seconds_of_turn(self._handle))
+        return float(seconds_of_turn(self.handle))
 
     def next_due(self) -> float:
         """When its next token is wanted."""
-        return float(time_of_next_due(self._handle))
+        return float(time_of_next_due(self.handle))
 
     # Steps
 
@@ -214,14 +223,14 @@ class Scheduler:
         s, spent = self.state, 0.0
         if self.lookahead and s.now[DRAFTING]:
             budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
-            chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, _pending(self._handle, budget), budget)
+            chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, _pending(self.handle, budget), budget)
             s.chosen[: len(chosen)] = chosen
         s.factors[PACE], s.factors[SPENT] = self.pace.factor if self.pace else 1.0, spent
-        count, now = _compose(self._handle), s.now.tolist()
-        if now[LOST]:
-            self.preempted += self._sequences[s.lost[: now[LOST]]].tolist()
+        count = _compose(self.handle)
+        self.note_preempted()
         if not count:
             return None
+        now = s.now.tolist()
         number = now[NEXT_BATCH] - 1
         step = s.steps[number % self.pipeline, :, :count]
         slots, drafts = step[SLOT], step[DRAFT].tolist() if now[DRAFTING] and step[DRAFT].any() else None
@@ -284,7 +293,7 @@ class Scheduler:
             if result.seconds and batch.num_decodes == len(tokens) and not gone:
                 read = batch.shape.decode_context  # as if all that was asked for had been drafted
                 self.lookahead.observe_times(drafted, read, result.seconds, result.draft_seconds)
-        return batch, gone, bytes(tokens), _land(self._handle, id, column)
+        return batch, gone, bytes(tokens), _land(self.handle, id, column)
 
     # The life of a sequence
 
@@ -297,7 +306,7 @@ class Scheduler:
         slo = request.slo
         wanted = _wanted(request.arrival, _or_none(slo.ttft), self.policy.by_goal)
         s, times = self.state, (request.arrival, wanted, _or_none(slo.tbt))
-        slot = _add(self._handle, request.prompt_tokens, request.max_tokens, *times, request.max_draft_tokens)
+        slot = _add(self.handle, request.prompt_tokens, request.max_tokens, *times, request.max_draft_tokens)
         sequence = Sequence(request, slot, memoryview(s.numbers[slot]), memoryview(s.tables[slot]))
         self._sequences[slot], self._ids[slot] = sequence, request.id
         self._know(sequence, request.prefix)
@@ -320,16 +329,21 @@ class Scheduler:
         self._num_ended += flying - sequence.ended
         sequence.ended = flying
         if flying:
-            _take_no_more(self._handle, sequence.slot)
+            _take_no_more(self.handle, sequence.slot)
             return False
-        _end(self._handle, sequence.slot)
+        _end(self.handle, sequence.slot)
         self._sequences[sequence.slot] = self._ids[sequence.slot] = None
         return True
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes all blocks from a running sequence, which is part of no batch, and queues it again (M4)."""
-        _preempt(self._handle, sequence.slot)
+        _preempt(self.handle, sequence.slot)
         self.preempted.append(sequence)
+
+    def note_preempted(self) -> None:
+        """Those that compiled code preempted."""
+        if count := self.state.now[LOST]:
+            self.preempted += self._sequences[self.state.lost[:count]].tolist()
 
     def reset(self) -> list[Sequence]:
         """The KV cache is lost: everything starts over, and no cached prefix is left. Returns those that had ended."""
@@ -343,7 +357,8 @@ class Scheduler:
             self.end(sequence)
         for sequence in self.running:
             self.preempt(sequence)
-        _forget_all(self._handle)
+        _forget_all(self.handle)
+        self.state.now[EVER_HELD] = self.state.now[SPARE] = self.state.now[AWAY] = 0  # nor does a block take memory
         return ended
 
     def check(self) -> None:
@@ -373,7 +388,7 @@ class Scheduler:
         if slots <= len(old.numbers) and table <= old.tables.shape[1] and hashes <= old.hashes.shape[1]:
             return
         self.state = s = grown(old, slots, table, hashes)
-        self._handle = Handle(s)
+        self.handle = Handle(s)
         more = np.empty(len(s.numbers) - len(old.numbers), object)
         self._sequences, self._ids = np.concatenate([self._sequences, more]), np.concatenate([self._ids, more])
         for sequence in self._sequences:

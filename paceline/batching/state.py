@@ -21,22 +21,23 @@ NONE = np.inf  # no goal
 SLOT, START, LENGTH, DRAFT = range(4)
 # columns of `times`: seconds. Prompts are in the order of WANTED, then of arrival; LAST: token, in a simulation
 ARRIVAL, WANTED, TBT, LAST = range(4)
-# `limits` of the group
+# `limits` of the group. NUM_BLOCKS: what it may have now; OWN_BLOCKS: what it can have at any time (`lending`)
 (
     TOKEN_BUDGET, MAX_BATCH, BLOCK_SIZE, NUM_BLOCKS, WATERMARK, MAX_MODEL_LEN, MAX_PROMPT_TOKENS, POLICY, RESERVES,
-    LATE, PIPELINE, ADAPTIVE, TILE, KNEE, MAXIMUM, BY_GOAL, NUM_LIMITS,
-) = range(17)  # fmt: skip
+    LATE, PIPELINE, ADAPTIVE, TILE, KNEE, MAXIMUM, BY_GOAL, OWN_BLOCKS, NUM_LIMITS,
+) = range(18)  # fmt: skip
 # `now`: what is counted. Of the queues (waiting: from HEAD to TAIL), of the step that is being composed (AT: its place
 # in the ring of steps), of blocks
 (
     RUNNING, HEAD, TAIL, PROMPTS, FREE_SLOTS, NEXT_SERIAL, DRAFTING, FLYING, ENTERING, COHORTS, NEXT_COHORT,
-    CHUNKS_LAST, SLICES, DECODES, WIDTH, PREEMPTED, LOST, EVER_HELD, SPARE, IDLE, OLDEST, NEWEST, CACHED_TOKENS,
-    NEXT_BATCH, AT, NUM_COUNTS,
-) = range(26)  # fmt: skip
+    CHUNKS_LAST, SLICES, DECODES, WIDTH, PREEMPTED, LOST, EVER_HELD, SPARE, IDLE, OLDEST, NEWEST, AWAY, TAKEN_AWAY,
+    CACHED_TOKENS, NEXT_BATCH, AT, NUM_COUNTS,
+) = range(28)  # fmt: skip
 # `factors`: what steps take over what is predicted, seconds of drafting in this step, goal between tokens, its margin,
 # when the last step was complete
 PACE, SPENT, GOAL, MARGIN, LANDED, NUM_FACTORS = range(6)
-# rows of `blocks`: holders; a stack of those held before; neighbours among the idle ones; whether a hash is known
+# rows of `blocks`: holders; a stack of spare ones and, from its end, one of those away; neighbours among the idle ones;
+# whether a hash is known
 HOLDERS, STACK, OLDER, NEWER, FULL = range(5)
 
 
@@ -63,16 +64,18 @@ class State(NamedTuple):
     listed: Ints  # [slots] scratch
     tables: Small  # [slots, blocks of the longest sequence] block ids
     hashes: Ints  # [slots, blocks] of the full ones
-    blocks: Small  # [5, blocks of the group]
-    hash_of: Ints  # [blocks of the group]
+    blocks: Small  # [5, the most blocks of the group]
+    hash_of: Ints  # [the most blocks of the group]
     buckets: Small  # [power of two] hash table: 1 + block of a hash
     linear: Floats  # seconds of a step by its tokens, empty if unknown (`latency.step_time`)
     terms: Floats  # [6] and the other terms
 
 
-def make(limits: Ints, factors: Floats, linear: Floats, terms: Floats, slots: int, table: int) -> State:
-    """An empty group, with room for so many sequences, and blocks of one."""
-    count, pipeline = max(1, int(limits[NUM_BLOCKS])), int(limits[PIPELINE])
+def make(
+    limits: Ints, factors: Floats, linear: Floats, terms: Floats, most_blocks: int, slots: int, table: int
+) -> State:  # fmt: skip
+    """An empty group that never has more than `most_blocks`, with room for so many sequences, and blocks of one."""
+    count, pipeline = max(1, most_blocks), int(limits[PIPELINE])
     now = np.zeros(NUM_COUNTS, np.int64)
     now[FREE_SLOTS], now[ENTERING] = slots, -1
     row = np.zeros

@@ -80,9 +80,10 @@ def worker_groups(
 def worker_group(
     models: Sequence[Model], limits: Limits, parallel: Parallel = Parallel(), known: Planned | None = None  # noqa: B008
 ) -> WorkerGroup:
-    """Models that share the workers of a group, and what each leaves of the memory for KV: an equal part.
+    """Models that share the workers of a group, each with an equal part of the memory for KV, to lend.
 
-    Where the memory does not hold all of them, as many as it does are loaded at a time.
+    Where the memory does not hold all of them, as many as it does are loaded at a time, with fixed parts. Where the
+    number of blocks is given, it is fixed, too.
     """
     shares = [known.share(model.name, parallel) if known else None for model in models]
     served = [group_model(model, parallel, share) for model, share in zip(models, shares, strict=True)]
@@ -90,7 +91,8 @@ def worker_group(
     slots = slots_of([weight_bytes(model) / parallel.devices for model in models], memory) if memory else None
     if slots is None:
         left = range(len(models), 0, -1)
-        options = [worker_options(model, limits, 1 / count) for model, count in zip(models, left, strict=True)]
+        lends = len(models) > 1 and limits["num_blocks"] is None
+        options = [worker_options(model, limits, 1 / count, lends) for model, count in zip(models, left, strict=True)]
     else:
         assert memory
         sizes = sorted(weight_bytes(model) / parallel.devices for model in models)
@@ -140,7 +142,7 @@ def on_cluster(
     return [dataclasses.replace(group, launcher=launcher) for group, launcher in zip(groups, launchers, strict=True)]
 
 
-def worker_options(model: Model, limits: Limits, share: float) -> WorkerOptions:
+def worker_options(model: Model, limits: Limits, share: float, lends: bool = False) -> WorkerOptions:
     drafting = model.drafting
     return WorkerOptions(
         str(model.path),
@@ -148,6 +150,7 @@ def worker_options(model: Model, limits: Limits, share: float) -> WorkerOptions:
         drafter=str(drafting.drafter),
         early_exit_layers=drafting.early_exit_layers,
         share=share,
+        lends=lends,
         **limits,
     )
 

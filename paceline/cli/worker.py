@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.core.cluster import Parallel
-from paceline.core.work import Engine
+from paceline.core.work import Engine, EngineInfo
 from paceline.runtime.worker import Load, serve
 from paceline.runtime.workers import Seat
 
@@ -26,6 +26,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: str = "cpu"
     memory: int | None = None
     num_blocks: int | None = None
+    most_blocks: int | None = None  # with those that the worker's other models lend it
     block_size: int = 16
     context: int | None = None
     threads: int | None = None
@@ -33,6 +34,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drafter: str = "ngram"  # `DrafterName`; of requests that are to have drafts
     early_exit_layers: int | None = None
     share: float = 1.0  # of what memory is left for KV
+    lends: bool = False  # what its part of the memory has left, to the other models of the worker
 
 
 class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,8 +50,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def command(self, seat: Seat) -> list[str]:
         """Arguments to the Python interpreter."""
         models = tuple(
-            options if blocks is None else msgspec.structs.replace(options, num_blocks=blocks)
-            for options, blocks in zip(self.models, seat.num_blocks, strict=True)
+            options if blocks is None else msgspec.structs.replace(options, num_blocks=blocks[0], most_blocks=blocks[1])
+            for options, blocks in zip(self.models, seat.blocks, strict=True)
         )
         own = msgspec.structs.replace(
             self, models=models, number=seat.number, meeting=seat.meeting, resident=seat.resident, check=seat.check
@@ -65,7 +67,7 @@ def main(arguments: list[str]) -> int:
 def loads(group: GroupOptions) -> list[Load]:
     """How each of the models is loaded, one after the other: with room left for the weights of those after it, and
     again with as many KV blocks as the first time."""
-    peers, blocks = None, {}
+    peers, infos = None, dict[int, EngineInfo]()
 
     def load(index: int, options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
         nonlocal peers
@@ -79,10 +81,12 @@ def loads(group: GroupOptions) -> list[Load]:
         for other in group.models[index + 1 :]:
             with suppress(ValueError):  # it will say so itself
                 later += weight_bytes(Path(other.path), place, other.quantization)
-        fields = {name: getattr(options, name) for name in options.__struct_fields__ if name != "path"}
-        fields["num_blocks"] = blocks.get(index, options.num_blocks)
-        engine = load_engine(Path(options.path), progress=progress, peers=peers, reserve=later, **fields)
-        blocks[index] = engine.info.num_blocks
+        fields = {name: getattr(options, name) for name in options.__struct_fields__ if name not in ("path", "lends")}
+        if index in infos:
+            fields["num_blocks"] = infos[index].num_blocks
+        lent = sum(info.kv_bytes for info in infos.values() if info.block_bytes) if options.lends else None
+        engine = load_engine(Path(options.path), progress=progress, peers=peers, reserve=later, lent=lent, **fields)
+        infos[index] = engine.info
         return engine
 
     return [partial(load, index, options) for index, options in enumerate(group.models)]

@@ -63,6 +63,7 @@ class Batch:
     predicted: float | None = None  # seconds in the engine
     preempted: tuple[Sequence, ...] = field(default=(), compare=False)  # lost their KV blocks for this batch
     drafts: Seq[int] | None = None  # tokens of each slice that are to be drafted, at most; None: nowhere any
+    given_back: Seq[tuple[int, Seq[int]]] = ()  # groups and blocks of theirs whose memory goes back before the step
 
     @property
     def num_tokens(self) -> int:

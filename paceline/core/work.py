@@ -72,6 +72,8 @@ class EngineInfo:
     planned_bytes: int  # predicted peak of the whole process: weights, KV, activations, interpreter
     context: int
     vocab_size: int
+    most_blocks: int | None = None  # with those that other models on the device lend it; None: no more than its own
+    block_bytes: tuple[int, ...] = ()  # of a block at each worker, where models lend each other memory
 
 
 class Engine(Protocol):
@@ -88,6 +90,10 @@ class Engine(Protocol):
         self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]
     ) -> tuple[list[SliceOutput], float, float]:
         """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
+        ...
+
+    def give_back(self, blocks: Seq[int]) -> None:
+        """Returns the memory of blocks that no sequence has to the system; their content is lost."""
         ...
 
     def release(self) -> None:

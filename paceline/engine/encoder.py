@@ -241,12 +241,14 @@ class EncoderRunner:
         device: str = "cpu",
         memory: int | None = None,
         num_blocks: int | None = None,
+        most_blocks: int | None = None,
         block_size: int = 16,
         context: int | None = None,
         threads: int | None = None,
         quantization: str = "none",
         share: float = 1.0,
         reserve: int = 0,
+        lent: int | None = None,
         peers: Peers | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "EncoderRunner":
@@ -279,6 +281,9 @@ class EncoderRunner:
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
         return EncoderRunner(encoder, info, max_batch_tokens)
+
+    def give_back(self, blocks: Seq[int]) -> None:
+        """There is no KV."""
 
     def release(self) -> None:
         """Gives its memory back; it is not used any more."""

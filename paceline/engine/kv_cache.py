@@ -8,6 +8,8 @@ The rows of one head in one block lie together: attention reads them as one stre
 Which blocks a sequence holds is the driver's business (`batching/blocks`); here are only tensors.
 """
 
+import mmap
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +25,21 @@ MARGIN = 0.1  # of what is free is left to others when no memory is given
 
 
 class KVCache:
-    """All layers' keys and values. Filled with zeros at once, so that the memory is there from the start."""
+    """All layers' keys and values. Filled with zeros at once, so that the memory is there from the start; a pool that
+    `lends` takes memory when blocks are written, until `give_back`."""
 
-    def __init__(self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu"):
+    def __init__(
+        self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu", lends: bool = False
+    ):
         shape = (config.layers, 2, num_blocks, config.kv_heads, block_size, config.head_dim)
-        empty = pages.zeros(shape) if device == "cpu" else torch.empty(shape, dtype=torch.float32, device=device)
-        self._use(empty.zero_())
+        self._memory: mmap.mmap | None = None
+        if lends:
+            self._memory, pool = pages.reserved(shape)
+        elif device == "cpu":
+            pool = pages.zeros(shape).zero_()
+        else:
+            pool = torch.zeros(shape, dtype=torch.float32, device=device)
+        self._use(pool)
 
     def _use(self, pool: Tensor) -> None:
         """pool: [layers, 2, num_blocks, kv_heads, block_size, head_dim]."""
@@ -46,9 +57,14 @@ class KVCache:
         some._use(self.pool[:layers])
         return some
 
-    @property
-    def nbytes(self) -> int:
-        return self.pool.numel() * self.pool.element_size()
+    def give_back(self, blocks: Seq[int]) -> None:
+        """Returns the memory of blocks of a pool that lends to the system: they are zeros until they are written."""
+        assert self._memory is not None
+        ids = np.unique(np.array(blocks, np.int64))
+        for some in np.split(ids, np.flatnonzero(np.diff(ids) > 1) + 1):  # neighbours go together
+            for part in self.pool.flatten(0, 1)[:, some[0] : some[-1] + 1]:
+                begin = part.data_ptr() - self.pool.data_ptr()
+                self._memory.madvise(mmap.MADV_DONTNEED, begin, part.numel() * part.element_size())
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [tokens, kv_heads, head_dim] at `rows`, [tokens * kv_heads] from `token_rows`."""
@@ -73,6 +89,12 @@ def token_rows(positions: np.ndarray, blocks: np.ndarray, block_size: int, kv_he
 def block_rows(blocks: Tensor, kv_heads: int) -> Tensor:
     """Rows of KVCache.head_blocks for these blocks [..., n], head by head: [..., kv_heads, n]."""
     return blocks[..., None, :] * kv_heads + torch.arange(kv_heads)[:, None]
+
+
+def can_lend(config: ModelConfig, block_size: int, device: str) -> bool:
+    """Whether the memory of a block can be given back: keys, and values, of a layer have to be whole pages."""
+    piece = 4 * config.kv_heads * block_size * config.head_dim
+    return device == "cpu" and pages.LINUX and config.layers > 0 and piece % mmap.PAGESIZE == 0
 
 
 @dataclass(frozen=True, slots=True)

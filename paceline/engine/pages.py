@@ -10,15 +10,30 @@ import mmap
 import torch
 from torch import Tensor
 
+LINUX = hasattr(mmap, "MADV_HUGEPAGE")
+
 
 def zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor of zeros; pages take memory when they are first touched."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if not hasattr(mmap, "MADV_HUGEPAGE") or not nbytes:
+    if not LINUX or not nbytes:
         return torch.zeros(shape, dtype=dtype)
+    return torch.frombuffer(_mapped(nbytes, mmap.MADV_HUGEPAGE), dtype=dtype).view(shape)
+
+
+def reserved(shape: tuple[int, ...] | torch.Size) -> tuple[mmap.mmap, Tensor]:
+    """Zeros in small pages, which `madvise(MADV_DONTNEED)` returns to the system one by one, and the memory itself.
+
+    A large page of which a part is returned stays whole until the system is short of memory.
+    """
+    memory = _mapped(4 * torch.Size(shape).numel(), mmap.MADV_NOHUGEPAGE)
+    return memory, torch.frombuffer(memory, dtype=torch.float32).view(shape)
+
+
+def _mapped(nbytes: int, advice: int) -> mmap.mmap:
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    memory.madvise(advice)
+    return memory
 
 
 def trim_heap() -> None:

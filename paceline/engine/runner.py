@@ -10,6 +10,7 @@ import gc
 import sys
 from array import array
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -27,7 +28,7 @@ from paceline.engine.drafters import KEPT_ROWS, Drafter, InTurn, PromptLookup, T
 from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job, in_parts
 from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
-from paceline.engine.kv_cache import KVCache, MemoryPlan, pool_blocks, resident_bytes
+from paceline.engine.kv_cache import KVCache, MemoryPlan, can_lend, pool_blocks, resident_bytes
 from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.parallel import Part, Peers, Place, part_of
@@ -63,6 +64,7 @@ class ModelRunner:
         place = peers.place if peers else Place()
         self.first, self.last = place.first, place.last
         self.drafts, self.answers = place.number == 0, place.number == place.answers
+        self.caches = [cache]  # that of a draft model too
         self.sequences: dict[int, EngineSequence] = {}
         self.drafter: Drafter = PromptLookup()
         self.grammars = grammars
@@ -87,6 +89,7 @@ class ModelRunner:
         device: str = "cpu",
         memory: int | None = None,
         num_blocks: int | None = None,
+        most_blocks: int | None = None,
         block_size: int = 16,
         context: int | None = None,
         threads: int | None = None,
@@ -95,14 +98,18 @@ class ModelRunner:
         early_exit_layers: int | None = None,
         share: float = 1.0,
         reserve: int = 0,
+        lent: int | None = None,
         peers: Peers | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "ModelRunner":
         """Loads a checkpoint directory and plans its memory before the weights are read.
 
         `memory` is bytes for the whole process, None what the machine has left; `num_blocks` fixes the KV pool, which
-        else takes this `share` of what is left, but for `reserve` bytes; `context` the most tokens of a sequence, None
-        what the model and the pool can hold; `quantization` is one of `linear.QUANTIZATIONS`. `drafter` is a
+        else takes this `share` of what is left, but for `reserve` bytes. With `lent` the model shares one pool with
+        others on the device, of which those loaded before it have so many bytes: beside its own blocks there are
+        addresses for as many as the others may lend it (`most_blocks`), and no block takes memory before it is written.
+        This takes blocks of whole pages on a CPU, else its part is fixed. `context` is the most tokens of a sequence,
+        None what the model and the pool can hold; `quantization` is one of `linear.QUANTIZATIONS`. `drafter` is a
         `DrafterName`; a model's path is its directory, and its memory is planned with the rest; early exit is behind
         `early_exit_layers`, None: a quarter of them. With `peers` it is this worker's part of the model, and draft
         models are with worker 0. Raises ModelError.
@@ -139,11 +146,15 @@ class ModelRunner:
             # distributions kept, and what a verdict makes of those of target and draft
             activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
         weights = sum(part.weight_bytes(quantization) for part in parts)
+        lends = lent is not None and all(can_lend(part.config, block_size, device) for part in parts)
         if num_blocks is None:
-            num_blocks = _blocks(
-                parts, block_size, used=baseline + weights + activations + reserve, share=share, memory=memory,
-                useful_tokens=max_batch * context, device=device, peers=peers,
-            )  # fmt: skip
+            sizes = partial(
+                _blocks, parts, block_size, memory=memory, useful_tokens=max_batch * context, device=device, peers=peers
+            )
+            used = baseline + weights + activations + reserve
+            num_blocks = sizes(used=used + (lent or 0), share=share)
+            most_blocks = sizes(used=used) if lent is not None else None
+        most_blocks = max(num_blocks, most_blocks or 0) if lends else None
         if limited and num_blocks * block_size < context:
             room = num_blocks * block_size
             raise ModelError(f"context: the KV cache holds {room} tokens, less than one sequence of {context}")
@@ -156,11 +167,16 @@ class ModelRunner:
             )
             read += checkpoint.total_bytes
         pages.trim_heap()
-        caches = [KVCache(part.config, num_blocks, block_size, device) for part in parts]
-        plan = MemoryPlan(baseline, weights, sum(cache.nbytes for cache in caches), activations)
+        caches = [KVCache(part.config, most_blocks or num_blocks, block_size, device, lends) for part in parts]
+        block_bytes = _token_bytes(parts) * block_size
+        plan = MemoryPlan(baseline, weights, num_blocks * block_bytes, activations)
         fits = min(context, num_blocks * block_size)
-        info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
+        info = EngineInfo(
+            num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size, most_blocks,
+            (block_bytes,) if lends else (),
+        )  # fmt: skip
         runner = ModelRunner(decoders[0], caches[0], info, grammars, device, peers)
+        runner.caches = caches
         if drafts.kind == "early_exit":
             model = DecoderModel(decoders[0].first(exit_layers), caches[0].first(exit_layers), runner._progress)
             runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose)
@@ -173,9 +189,14 @@ class ModelRunner:
             runner.drafter = InTurn(PromptLookup(), runner.drafter)
         return runner
 
+    def give_back(self, blocks: Seq[int]) -> None:
+        """Returns the memory of these blocks to the system; their content is lost."""
+        for cache in self.caches:
+            cache.give_back(blocks)
+
     def release(self) -> None:
         """Gives its memory back; it is not used any more."""
-        del self.decoder, self.cache, self.drafter
+        del self.decoder, self.cache, self.caches, self.drafter
         gc.collect()
         pages.trim_heap()
 
@@ -241,7 +262,7 @@ class ModelRunner:
         if not self.answers:
             self._catch_up(job)
         sequence.blocks[work.first_block :] = array("q", work.blocks)
-        end, vocabulary, blocks = job.end, self.decoder.config.vocab_size, self.info.num_blocks
+        end, vocabulary, blocks = job.end, self.decoder.config.vocab_size, self.cache.num_blocks
         if not 0 <= work.start < end <= len(sequence.tokens):
             job.error = f"tokens [{work.start}, {end}) of {len(sequence.tokens)} known"
         elif work.emits and end != len(sequence.tokens):
@@ -424,14 +445,14 @@ class ModelRunner:
 
 
 def _blocks(
-    parts: list[Part], block_size: int, *, used: int, share: float, memory: int | None, useful_tokens: int, device: str,
-    peers: Peers | None,
+    parts: list[Part], block_size: int, *, used: int, share: float = 1.0, memory: int | None, useful_tokens: int,
+    device: str, peers: Peers | None,
 ) -> int:  # fmt: skip
     """`pool_blocks`, of the worker of a group that has room for the fewest. Raises ModelError at all of them."""
-    token_bytes, fault, blocks = sum(part.config.kv_bytes_per_token for part in parts), None, 0
+    fault, blocks = None, 0
     try:
         blocks = pool_blocks(
-            max(1, token_bytes), block_size, used=used, memory=memory, useful_tokens=useful_tokens, share=share,
+            _token_bytes(parts), block_size, used=used, memory=memory, useful_tokens=useful_tokens, share=share,
             device=device,
         )  # fmt: skip
     except ModelError as error:
@@ -441,6 +462,10 @@ def _blocks(
     if blocks < 1:
         raise fault or ModelError("not enough memory at another worker of the group")
     return blocks
+
+
+def _token_bytes(parts: list[Part]) -> int:
+    return max(1, sum(part.config.kv_bytes_per_token for part in parts))
 
 
 def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:

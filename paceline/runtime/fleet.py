@@ -227,7 +227,8 @@ class LocalFleet:
             token_budget=self.config.token_budget, max_batch=self.config.max_batch, watermark=self.config.watermark
         )
         if group.info:
-            limits = replace(limits, block_size=group.info.block_size, num_blocks=group.info.num_blocks)
+            own, most = group.info.num_blocks, group.info.most_blocks
+            limits = replace(limits, block_size=group.info.block_size, num_blocks=own, most_blocks=most)
         else:  # it failed: there is nothing to schedule
             limits = replace(limits, num_blocks=0)
         if group.config.one_shot:  # who looks at the whole text takes no chunks; as many texts as the budget has tokens
@@ -246,6 +247,7 @@ class LocalFleet:
             resident=group.config.resident,
             load_s=group.load_s,
             device=self.workers.index(group.workers),
+            block_bytes=group.info.block_bytes if group.info else (),
         )
 
     async def _watch(self) -> None:
@@ -335,8 +337,8 @@ class LocalFleet:
             GroupLoad(
                 g.scheduler.num_waiting,
                 g.scheduler.num_running,
-                g.scheduler.config.num_blocks - g.scheduler.num_free_blocks,
-                g.scheduler.config.num_blocks,
+                g.scheduler.num_blocks - g.scheduler.num_free_blocks,
+                g.scheduler.num_blocks,
             )
             for g in groups
         ]
@@ -358,6 +360,8 @@ class LocalFleet:
     # From the driver and the groups
 
     def _execute(self, batch: Batch) -> None:
+        for group, blocks in batch.given_back:
+            self.groups[group].give_back(blocks)
         self.groups[batch.group].execute(batch)
 
     def _notice(self, events: list[Event]) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -15,7 +15,7 @@ from paceline.core.request import NO_SLO, SLO
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.api import Drafted, StepRecord
 from paceline.runtime.driver import Driver
-from paceline.runtime.messages import Load, Step, StepDone, Unload
+from paceline.runtime.messages import GiveBack, Load, Step, StepDone, Unload
 from paceline.runtime.sequence import RunningSequence
 from paceline.runtime.workers import Workers
 
@@ -149,6 +149,10 @@ class ModelGroup:
         """The model is to be loaded; where the workers are just starting, they do it then."""
         self.resident = True
         self.workers.send(Load(self.number))
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """The memory of these blocks is another model's from now on."""
+        self.workers.send(GiveBack(self.number, list(blocks)))
 
     def unload(self) -> None:
         """The controller has lost what was here."""

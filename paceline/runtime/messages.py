@@ -18,6 +18,13 @@ class Step(msgspec.Struct, array_like=True, frozen=True, tag="step"):
     dropped: list[int]
 
 
+class GiveBack(msgspec.Struct, array_like=True, frozen=True, tag="give_back"):
+    """Return the memory of KV blocks of a model to the system: steps of other models that follow need it."""
+
+    model: int
+    blocks: list[int]
+
+
 class Load(msgspec.Struct, array_like=True, frozen=True, tag="load"):
     """Load a model, beside the steps of others; Ready or Failed follows."""
 
@@ -86,7 +93,7 @@ class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
     bad_input: bool
 
 
-ToWorker = Step | Load | Unload | Shutdown
+ToWorker = Step | GiveBack | Load | Unload | Shutdown
 FromWorker = StepDone | Advanced | Loading | Ready | Heartbeat | Failed
 
 encode = msgspec.msgpack.Encoder().encode

@@ -9,7 +9,18 @@ from collections.abc import Callable, Sequence
 from paceline.core.work import Engine
 from paceline.runtime import messages
 from paceline.runtime.channel import WorkerEnd
-from paceline.runtime.messages import Advanced, Failed, Heartbeat, Loading, Ready, Shutdown, Step, StepDone, Unload
+from paceline.runtime.messages import (
+    Advanced,
+    Failed,
+    GiveBack,
+    Heartbeat,
+    Loading,
+    Ready,
+    Shutdown,
+    Step,
+    StepDone,
+    Unload,
+)
 
 BEAT_S = 0.2
 Load = Callable[[Callable[[int, int], None]], Engine]  # gets a progress callback (bytes done, bytes in all)
@@ -73,6 +84,8 @@ class Loop:
             match messages.decode_to_worker(frame):
                 case Step() as step:
                     self.step(step)
+                case GiveBack(model, blocks):
+                    self.engines[model].give_back(blocks)
                 case messages.Load(model):
                     threading.Thread(target=self.load, args=(model,), daemon=True).start()
                 case Unload(model):

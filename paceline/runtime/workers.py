@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.core.cluster import Parallel
 from paceline.core.work import EngineInfo
@@ -24,7 +24,7 @@ class Seat:
 
     number: int  # in its group
     meeting: str  # a URL at which the group's workers find each other; empty: it is alone
-    num_blocks: tuple[int | None, ...]  # KV blocks by model, as workers before had them
+    blocks: tuple[tuple[int, int | None] | None, ...]  # KV blocks by model, own and most, as workers before had them
     resident: tuple[bool, ...]  # which models it is to keep
     check: bool  # the others are to be loaded once, to see whether they can be
 
@@ -67,7 +67,8 @@ class Workers:
     async def start(self) -> None:
         if (meeting := await self._meeting()) is None:
             return
-        blocks = tuple(guest.info.num_blocks if guest.info else None for guest in self.guests)
+        infos = [guest.info for guest in self.guests]
+        blocks = tuple((info.num_blocks, info.most_blocks) if info else None for info in infos)
         resident, check = tuple(guest.resident for guest in self.guests), self.state == "loading"
         self._present.clear()
         self._awaited = {m for m, stays in enumerate(resident) if (stays or check) and m not in self._failed}
@@ -231,8 +232,9 @@ class Workers:
         if len(infos) < self.parallel.devices or model in self._failed:
             return
         sizes = ("weight_bytes", "kv_bytes", "planned_bytes")
-        whole = {size: sum(getattr(one, size) for one in infos.values()) for size in sizes}
-        guest.info = guest.info or replace(info, **whole)
+        all_of = [infos[number] for number in range(self.parallel.devices)]
+        whole = {size: sum(getattr(one, size) for one in all_of) for size in sizes}
+        guest.info = guest.info or replace(info, **whole, **_lending(all_of))
         infos.clear()
         guest.load_s = load_s
         self._awaited.discard(model)
@@ -253,6 +255,14 @@ class Workers:
         self.state = "ready"
         for model in self._present:
             self.guests[model].ready()
+
+
+def _lending(infos: Sequence[EngineInfo]) -> dict[str, Any]:
+    """Of a group: all of its workers lend, or it does not."""
+    if not all(info.block_bytes for info in infos):
+        return {"most_blocks": None, "block_bytes": ()}
+    most = min(info.most_blocks or info.num_blocks for info in infos)
+    return {"most_blocks": most, "block_bytes": tuple(size for info in infos for size in info.block_bytes)}
 
 
 async def _end(processes: Sequence[Process]) -> None:

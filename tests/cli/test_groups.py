@@ -42,11 +42,15 @@ def test_a_placement_says_which_models_share_which_workers(tmp_path):
     first, second = worker_groups(find_models([str(fleet)], []), places, LIMITS)
     assert (first.parallel, second.parallel) == (Parallel(2, 1), Parallel())
     assert [[model.name for model in group.models] for group in (first, second)] == [["a", "b"], ["b"]]
-    options = json.loads(first.command(Seat(1, "file:///meet", (None, 77), (True, False), False))[-1])
+    options = json.loads(first.command(Seat(1, "file:///meet", (None, (77, 99)), (True, False), False))[-1])
     assert (options["number"], options["meeting"]) == (1, "file:///meet")
     assert (options["resident"], options["check"]) == ([True, False], False)
     assert [model["share"] for model in options["models"]] == [0.5, 1.0]
-    assert [model["num_blocks"] for model in options["models"]] == [None, 77]
+    assert [(model["num_blocks"], model["most_blocks"]) for model in options["models"]] == [(None, None), (77, 99)]
+    assert all(model["lends"] for model in options["models"])
+    fixed = worker_groups(find_models([str(fleet)], []), places, LIMITS | {"num_blocks": 50})
+    options = json.loads(fixed[0].command(Seat(0, "", (None, None), (True, True), True))[-1])
+    assert not any(model["lends"] for model in options["models"]), "the number of blocks is the user's"
 
 
 def test_without_a_cluster_every_model_has_a_worker_of_its_own(tmp_path):
@@ -85,4 +89,4 @@ def test_where_memory_is_short_models_are_loaded_by_need(tmp_path):
     assert [(model.slots, model.resident) for model in group.models] == [(1, True), (1, False)]
     options = json.loads(group.command(Seat(0, "", (None, None), (True, False), True))[-1])["models"]
     per_block = 16 * ModelConfig.load(models[0].path).kv_bytes_per_token
-    assert options[0]["num_blocks"] == (room - size) // per_block
+    assert options[0]["num_blocks"] == (room - size) // per_block and not options[0]["lends"]

@@ -184,6 +184,21 @@ def test_what_a_token_does_not_see_weighs_nothing(window: int | None) -> None:
     assert torch.equal(got[blind], plain[blind]) and (got[20] > 1e30).any()
 
 
+def test_memory_of_blocks_comes_back_and_that_of_their_neighbours_stays() -> None:
+    model = config(None, 6, 2, 64)
+    assert kv_cache.can_lend(model, 16, "cpu") and not kv_cache.can_lend(config(), 4, "cpu"), "less than a page"
+    cache = KVCache(model, 4096, 16, lends=True)
+    block = cache.pool.numel() * 4 // 4096
+    before = resident_bytes()
+    cache.pool[:, :, ::2] = 1.0  # every other block: in pages of 2 MiB that would be all
+    assert resident_bytes() - before == pytest.approx(2048 * block, rel=0.05)
+    gone = [*range(0, 1000, 4), *range(1001, 4096)]
+    cache.give_back(gone)
+    kept = [n for n in range(0, 4096, 2) if n not in gone]
+    assert resident_bytes() - before == pytest.approx(len(kept) * block, abs=0.05 * 2048 * block)
+    assert not cache.pool[:, :, gone].any() and (cache.pool[:, :, kept] == 1.0).all()
+
+
 def test_the_pool_takes_what_memory_leaves() -> None:
     block = config().kv_bytes_per_token * 4
     assert block == 2 * 2 * 2 * 8 * 4 * 4

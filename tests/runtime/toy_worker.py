@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import zlib
+from dataclasses import replace
 
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.worker import serve
@@ -22,12 +23,17 @@ def next_token(tokens: list[int]) -> int:
 
 
 class ToyEngine:
-    def __init__(self, num_blocks: int = 64, block_size: int = 4, delay: float = 0.0, marker: str = "") -> None:
+    def __init__(
+        self, num_blocks: int = 64, block_size: int = 4, delay: float = 0.0, marker: str = "", most_blocks: int = 0
+    ) -> None:
+        """`most_blocks`: with those that the worker's other engines lend it."""
         self.info = EngineInfo(num_blocks, block_size, 10, 20, 30, context=num_blocks * block_size, vocab_size=VOCAB)
+        if most_blocks:
+            self.info = replace(self.info, most_blocks=most_blocks, block_bytes=(100,))
         self.progress, self.draft_s = 0, 0.0
         self.waiting, self.first, self.answers = False, True, True
         self.delay, self.marker = delay, marker
-        self.cache = [[-1] * block_size for _ in range(num_blocks)]
+        self.cache = [[-1] * block_size for _ in range(max(num_blocks, most_blocks))]
         self.tokens: dict[int, list[int]] = {}
         self.tables: dict[int, list[int]] = {}
 
@@ -39,6 +45,10 @@ class ToyEngine:
         time.sleep(self.delay)
         self.progress += 1
         return [self.slice(work) for work in slices], self.delay, 0.0
+
+    def give_back(self, blocks) -> None:
+        for block in blocks:
+            self.cache[block] = [-1] * self.info.block_size
 
     def release(self) -> None:
         self.cache.clear()
