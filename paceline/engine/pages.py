@@ -10,15 +10,21 @@ import mmap
 import torch
 from torch import Tensor
 
+LARGE = 2 << 20  # bytes of a page
+
 
 def zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor of zeros; pages take memory when they are first touched."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if not hasattr(mmap, "MADV_HUGEPAGE") or not nbytes:
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    # A mapping may begin anywhere, so one large page more is mapped. What is left at the end is in small ones.
+    memory = mmap.mmap(-1, nbytes + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin, large = -whole.data_ptr() % LARGE, nbytes // LARGE * LARGE
+    if large:
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, large)
+    return whole[begin : begin + nbytes].view(dtype).view(shape)
 
 
 def trim_heap() -> None:
