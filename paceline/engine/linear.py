@@ -12,6 +12,7 @@ timing, so that the same machine always gives the same bits.
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -141,6 +142,58 @@ def in_one(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.flatten(0, -2) for part in parts]).float()
 
 
+class Weights:
+    """Panels of [in, 32] float32, or of [in / 4, 32, 4] int8 with a scale [2, panels * 32] each, of rows in a file.
+
+    Layers that would hold the same hold one, whichever models they are of; it goes with the last of them.
+    """
+
+    def __init__(self, panels: int, inner: int, integer: bool):
+        shape = (panels, inner // 4, kernels.COLUMNS, 4) if integer else (panels, inner, kernels.COLUMNS)
+        self.packed = pages.zeros(shape, torch.int8 if integer else torch.float32)
+        self.scale = torch.empty(2, panels * kernels.COLUMNS) if integer else None
+        self.inner, self.integer = inner, integer
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the panels and of their scales, 0 without."""
+        return self.packed.data_ptr(), 0 if self.scale is None else self.scale.data_ptr()
+
+    def pack(self, rows: Tensor, dtype: torch.dtype) -> None:
+        """From rows of `dtype` at the addresses [panels, 32]."""
+        self._pass(rows, dtype, 0)
+
+    def hold(self, rows: Tensor, dtype: torch.dtype) -> bool:
+        """Whether they are what `pack` would write, bit for bit. The file they came from may have changed since."""
+        differs = torch.zeros(1, dtype=torch.int64)
+        self._pass(rows, dtype, differs.data_ptr())
+        return not differs.item()
+
+    def _pass(self, rows: Tensor, dtype: torch.dtype, differs: int) -> None:
+        kernels.pack(
+            len(rows), rows.data_ptr(), kernels.ELEMENTS[dtype], self.inner, self.integer, *self.addresses, differs,
+            kernels.num_threads(),
+        )  # fmt: skip
+
+
+# By their shape and a sample of their rows: one of those that share it, if there are several.
+_held: WeakValueDictionary[tuple[int, int, bool, int], Weights] = WeakValueDictionary()
+
+
+def _packed(rows: Tensor, parts: Sequence[Tensor], integer: bool) -> Weights:
+    """Those that a layer of this process has already, or new ones. `rows` are the addresses of those of `parts`."""
+    panels, inner, dtype = len(rows), parts[0].shape[-1], parts[0].dtype
+    ends = [part[(end,) * (part.ndim - 1)] for part in parts for end in (0, -1)]
+    key = panels, inner, integer, hash(torch.cat(ends).float().numpy().tobytes())
+    held = _held.get(key)
+    if held is not None and held.hold(rows, dtype):
+        return held
+    weights = Weights(panels, inner, integer)
+    weights.pack(rows, dtype)
+    _held.setdefault(key, weights)
+    return weights
+
+
 class TiledLinear:
     """Our own kernel: W in panels of 32 outputs, [panels, in, 32]; gates and their values alternate by 16."""
 
@@ -156,12 +209,9 @@ class TiledLinear:
         zeros = torch.zeros(self.inner)  # a row that fills up the last panel
         rows = self._panels(rows)
         rows[rows == 0] = zeros.data_ptr()
-        self.packed, self.scale = self._new(len(rows))
+        self.weights = _packed(rows, parts, self.integer)
+        self.packed, self.scale = self.weights.packed, self.weights.scale
         self.nbytes = self.packed.numel() * self.packed.element_size()
-        kernels.pack(
-            len(rows), rows.data_ptr(), kernels.ELEMENTS[parts[0].dtype], self.inner, self.integer, *self.addresses[:2],
-            0, kernels.num_threads(),
-        )  # fmt: skip
 
     def _panels(self, rows: Tensor) -> Tensor:
         """[out] to [panels, 32], filled up with zeros."""
@@ -170,15 +220,10 @@ class TiledLinear:
         filled = [F.pad(half, (0, -self.outer % width)) for half in halves]
         return torch.cat([half.unflatten(0, (-1, width)) for half in filled], dim=1)
 
-    def _new(self, panels: int) -> tuple[Tensor, Tensor | None]:
-        """Memory for so many panels and their scales."""
-        return pages.zeros((panels, self.inner, kernels.COLUMNS)), None
-
     @property
     def addresses(self) -> tuple[int, int, int]:
         """Of the weights, their scales (0 without) and the bias."""
-        scale = 0 if self.scale is None else self.scale.data_ptr()
-        return self.packed.data_ptr(), scale, self.bias.data_ptr()
+        return *self.weights.addresses, self.bias.data_ptr()
 
     def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
         rows, threads = x.shape[0], kernels.num_threads()
@@ -197,10 +242,6 @@ class TiledInt8Linear(TiledLinear):
     """`Int8Linear` by our own kernel (VNNI): [panels, in / 4, 32, 4]. The same integers, so the same sums."""
 
     kind, integer = "tiled_int8", True
-
-    def _new(self, panels: int) -> tuple[Tensor, Tensor]:
-        packed = pages.zeros((panels, self.inner // 4, kernels.COLUMNS, 4), torch.int8)
-        return packed, torch.empty(2, panels * kernels.COLUMNS)
 
 
 def _row_addresses(rows: Tensor) -> Tensor:
