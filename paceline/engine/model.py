@@ -250,7 +250,7 @@ def load_decoder(
     loader = _Loader(checkpoint, config, part, device, kind or best_kind(device), progress)
     head = norm = embedding = None
     if place.last:
-        # The head is the largest matrix: it goes first, while little else is held beside it twice.
+        # The head is the largest matrix: it goes first, while little else is held beside the file's and ours.
         rows = Rows(table if config.tied else "lm_head", config.vocab_size, part.vocabulary)
         head, norm = loader.reader.fused([rows], config.hidden, False), loader.norm("model.norm", config.hidden)
     layers = [loader.layer(index) for index in part.layers]
