@@ -27,7 +27,8 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint, device: str, kind: str, progress: Progress):
         """`kind` of linear layers is a key of `linear.KINDS`."""
-        self.checkpoint, self.device, self.kind, self.progress, self.done = checkpoint, device, kind, progress, 0
+        self.checkpoint, self.device, self.kind = checkpoint, device, kind
+        self.progress, self.done, self.total = progress, 0, checkpoint.total_bytes
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), pairs: int = 0) -> Tensor:
         """A tensor or a part of it in float32; with `pairs`, its rows are of that many heads and are interleaved."""
@@ -60,9 +61,9 @@ class Reader:
 
     def finish(self) -> None:
         """What is left is not read: other parts of the model, and rows that are looked up in the file."""
-        self.progress(self.checkpoint.total_bytes, self.checkpoint.total_bytes)
+        self.progress(self.total, self.total)
 
     def _finish(self, name: str) -> None:
         self.checkpoint.release(name)
         self.done += self.checkpoint.nbytes(name)
-        self.progress(self.done, self.checkpoint.total_bytes)
+        self.progress(self.done, self.total)
