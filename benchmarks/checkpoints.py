@@ -7,12 +7,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def checkpoint(shape: str) -> Path:
-    """The directory of a checkpoint of this shape (fp32), made when it is not there."""
-    path = ROOT / ".bench" / shape
+def checkpoint(shape: str, dtype: str = "fp32") -> Path:
+    """The directory of a checkpoint of this shape, made when it is not there."""
+    path = ROOT / ".bench" / (shape if dtype == "fp32" else f"{shape}-{dtype}")
     if not (path / "config.json").exists():
         path.parent.mkdir(exist_ok=True)
         subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "make_model.py"), shape, str(path), "--dtype", "fp32"], check=True
+            [sys.executable, str(ROOT / "scripts" / "make_model.py"), shape, str(path), "--dtype", dtype], check=True
         )
     return path

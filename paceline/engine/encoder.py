@@ -24,8 +24,9 @@ from paceline.engine.encoder_config import EncoderConfig
 from paceline.engine.job import in_parts
 from paceline.engine.kv_cache import MemoryPlan, resident_bytes
 from paceline.engine.linear import QUANTIZATIONS, Linear, best_kind, kernels, make_linear
-from paceline.engine.model import Embedding, Progress
+from paceline.engine.model import Embedding
 from paceline.engine.parallel import Peers, Place, inner_columns, stage_layers, times
+from paceline.engine.reader import Progress, Reader, Rows
 from paceline.engine.weights import Checkpoint
 
 # What an encoder has no use for: buffers, the pooler (of next-sentence prediction) and the head of a masked model.
@@ -126,15 +127,12 @@ class _Loader:
     """Builds an Encoder from a checkpoint, tensor by tensor."""
 
     def __init__(self, checkpoint: Checkpoint, config: EncoderConfig, device: str, kind: str, progress: Progress):
-        self.checkpoint, self.config, self.device, self.kind = checkpoint, config, device, kind
-        self.progress, self.done = progress, 0
+        self.checkpoint, self.config, self.device = checkpoint, config, device
+        self.reader = Reader(checkpoint, device, kind, progress)
         self.prefix = "bert." if "bert.embeddings.word_embeddings.weight" in checkpoint.entries else ""
 
-    def read(self, name: str, *shape: int, part: tuple[slice, ...] = ()) -> Tensor:
-        value = self.checkpoint.read(self.prefix + name, shape, part)
-        self.done += self.checkpoint.nbytes(self.prefix + name)
-        self.progress(self.done, self.checkpoint.total_bytes)
-        return value.to(self.device)
+    def read(self, name: str, *shape: int) -> Tensor:
+        return self.reader.read(self.prefix + name, shape)
 
     def norm(self, name: str) -> LayerNorm:
         old = f"{self.prefix}{name}.gamma" in self.checkpoint.entries  # names of the first, TensorFlow checkpoints
@@ -144,16 +142,11 @@ class _Loader:
 
     def linear(self, names: list[str], rows: int, columns: int, own: range) -> Linear:
         """One layer from the `own` of so many rows of several of the checkpoint's."""
-        part = (slice(own.start, own.stop),)
-        weight = torch.cat([self.read(f"{name}.weight", rows, columns, part=part) for name in names])
-        bias = torch.cat([self.read(f"{name}.bias", rows, part=part) for name in names])
-        return make_linear(self.kind, weight, bias)
+        return self.reader.fused([Rows(self.prefix + name, rows, own) for name in names], columns, bias=True)
 
     def inner(self, name: str, columns: int, own: range, rank: int) -> Linear:
-        """A layer from the `own` of so many inner columns to states. The first rank adds the bias for all."""
-        hidden, part = self.config.hidden, (slice(None), slice(own.start, own.stop))
-        weight, bias = self.read(f"{name}.weight", hidden, columns, part=part), self.read(f"{name}.bias", hidden)
-        return make_linear(self.kind, weight, None if rank else bias)
+        """A layer from the `own` of so many inner columns to states."""
+        return self.reader.inner(self.prefix + name, self.config.hidden, columns, own, True, rank)
 
     def layer(self, index: int, place: Place, heads: range) -> Layer:
         name, hidden, intermediate = f"encoder.layer.{index}", self.config.hidden, self.config.intermediate
@@ -183,7 +176,7 @@ class _Loader:
         others = [f"encoder.layer.{index}." for index in range(config.layers) if index not in layers]
         others += ["embeddings."] * (words is None)
         self.checkpoint.refuse_unused(IGNORED, tuple(self.prefix + name for name in others))
-        self.progress(self.checkpoint.total_bytes, self.checkpoint.total_bytes)
+        self.reader.finish()
         return Encoder(config, words, held, len(heads), peers)
 
 

@@ -18,7 +18,7 @@ import threading
 
 import numba
 import numpy as np
-import torch  # noqa: F401 - before Numba's threads start, so that both use torch's OpenMP library
+import torch  # before Numba's threads start, so that both use torch's OpenMP library
 from llvmlite import binding, ir
 from numba import carray, njit, prange, types
 from numba.core import cgutils
@@ -50,7 +50,8 @@ STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # everything but ignoring infinities and NaNs, which must come through
 I64, F32 = types.int64, types.float32
-OPTIONS = {"nogil": True, "fastmath": FAST, "cache": True}
+EXACT = {"nogil": True, "cache": True}
+OPTIONS = {**EXACT, "fastmath": FAST}
 EXP = tuple(np.float32(c) for c in (
     1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
 ))  # fmt: skip
@@ -893,17 +894,23 @@ def _hide(scores, count, lowest, first, group, row, window):
                 score[j * COLUMNS + i] = np.float32(-np.inf)
 
 
-@_by_hand(I64, I64, F32, I64)
-def _transpose16(builder, sources, offset, scale, target):
-    """16 numbers at each of the 16 addresses `sources` + offset, times scale, become columns of target [16, 32]."""
-    every, rows, lanes = _spread(builder, scale), [], np.arange(16)
-    for i in range(16):
-        source = builder.add(_load(builder, sources, 8 * i, LONG), offset)
-        rows.append(builder.fmul(_load(builder, source), every))
+def _exchange(builder, rows):
+    """Transposes 16 vectors of 16 in place."""
+    lanes = np.arange(16)
     for bit in (1, 2, 4, 8):  # exchanges this bit of a number's row and column
         for i in (i for i in range(16) if not i & bit):
             pair, other = (rows[i], rows[i | bit]), (lanes & bit > 0) * 16
             rows[i], rows[i | bit] = (_pick(builder, *pair, (lanes & ~bit | own) + other) for own in (0, bit))
+
+
+@_by_hand(I64, I64, F32, I64)
+def _transpose16(builder, sources, offset, scale, target):
+    """16 numbers at each of the 16 addresses `sources` + offset, times scale, become columns of target [16, 32]."""
+    every, rows = _spread(builder, scale), []
+    for i in range(16):
+        source = builder.add(_load(builder, sources, 8 * i, LONG), offset)
+        rows.append(builder.fmul(_load(builder, source), every))
+    _exchange(builder, rows)
     for i, row in enumerate(rows):
         _store(builder, row, target, 4 * COLUMNS * i)
 
@@ -1106,6 +1113,177 @@ def decoder_layers(rows, eps, layers, shape, plans, chunks, buffers, own_space, 
     carray(_longs(buffers[SPACE]), (1,))[0] = 0
     for t in prange(threads):
         _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_space)
+
+
+# Packing: rows as they lie in a file become panels of `linear`
+
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # what rows may be of
+SIZES = (4, 2, 2)  # bytes of one
+LINES = 16  # of a panel that are made together
+# What a thread works with, in bytes: lines, then of the rows of a panel sums, peaks, factors and scales.
+SUMS, PEAKS, FACTORS, SCALES, PACKING = (LINES * COLUMNS * 4 + 4 * COLUMNS * i for i in range(5))
+
+
+def _each_of(builder, choice, cases):
+    """Runs cases[choice](), which build nothing that is used later."""
+    done = builder.append_basic_block("done")
+    which = builder.switch(choice, done)
+    for number, case in enumerate(cases):
+        block = builder.append_basic_block(f"case{number}")
+        which.add_case(LONG(number), block)
+        builder.position_at_end(block)
+        case()
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
+def _numbers(builder, element, address, count):
+    """16 numbers of a row as float32, exactly; those from `count` on are 0 and not read."""
+    mask = _below(builder, count)
+    if element == 0:
+        return _load_some(builder, address, mask)
+    short, name = ir.VectorType(ir.IntType(16), 16), "llvm.masked.load.v16i16.p0"
+    place, zeros = _at(builder, address, 0, short), ir.Constant(short, None)
+    halves = _call(builder, name, short, place, ir.IntType(32)(2), mask, zeros)
+    if element == 1:
+        return builder.bitcast(builder.shl(builder.zext(halves, WHOLE), _all16(16, WHOLE)), VECTOR)
+    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), 16)), VECTOR)
+
+
+def _rounded(builder, element, address, left, factor):
+    """64 numbers of a row, of which so many are left, times a factor, rounded to int8: 16 lanes of four."""
+    every, parts = _spread(builder, factor), []
+    for first in range(0, 64, 16):
+        place = builder.add(address, LONG(first * SIZES[element]))
+        value = builder.fmul(_numbers(builder, element, place, builder.sub(left, LONG(first))), every)
+        whole = builder.fptosi(_call(builder, "llvm.nearbyint.v16f32", VECTOR, value), WHOLE)
+        parts.append(builder.trunc(whole, ir.VectorType(ir.IntType(8), 16)))
+    while len(parts) > 1:
+        count = 2 * parts[0].type.count
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), count), list(range(count)))
+        parts = [builder.shuffle_vector(*pair, lanes) for pair in zip(parts[::2], parts[1::2], strict=True)]
+    return builder.bitcast(parts[0], WHOLE)
+
+
+@_by_hand(*[I64] * 8)
+def _lines(builder, element, integer, sources, offset, count, factors, sums, target):
+    """16 lines of half a panel: what is `offset` numbers behind 16 addresses becomes columns of target [16, 32].
+
+    Lines are of numbers as float32; for `integer` of four numbers each, times their row's factor and rounded to int8,
+    which are added to the row's sum. Those from `count` on are 0.
+    """
+
+    def build(kind, quantized):
+        rows, bytes_ = [], builder.mul(offset, LONG(SIZES[kind]))
+        for i in range(16):
+            source = builder.add(_load(builder, sources, 8 * i, LONG), bytes_)
+            if quantized:
+                rows.append(_rounded(builder, kind, source, count, _load(builder, factors, 4 * i, ir.FloatType())))
+            else:
+                rows.append(builder.bitcast(_numbers(builder, kind, source, count), WHOLE))
+        _exchange(builder, rows)
+        total = _load(builder, sums, 0, WHOLE)
+        for i, row in enumerate(rows):
+            _store(builder, row, target, 4 * COLUMNS * i)
+            for left in (24, 16, 8, 0) if quantized else ():
+                one = builder.ashr(builder.shl(row, _all16(left, WHOLE)), _all16(24, WHOLE))
+                total = builder.add(total, one)
+        if quantized:
+            _store(builder, total, sums)
+
+    forms = [functools.partial(build, kind, quantized) for quantized in (False, True) for kind in ELEMENTS.values()]
+    _each_of(builder, builder.add(builder.mul(integer, LONG(len(ELEMENTS))), element), forms)
+
+
+@_by_hand(*[I64] * 4)
+def _peak(builder, element, source, count, target):
+    """The largest magnitude of a row, NaN if there is one: in the order of their bits, which is the same."""
+
+    def build(kind):
+        def larger(i, values):
+            first = builder.shl(i, LONG(4))
+            place = builder.add(source, builder.mul(first, LONG(SIZES[kind])))
+            bits = builder.bitcast(_numbers(builder, kind, place, builder.sub(count, first)), WHOLE)
+            bits = builder.and_(bits, _all16(0x7FFFFFFF, WHOLE))
+            return [builder.select(builder.icmp_signed(">", bits, values[0]), bits, values[0])]
+
+        parts = builder.lshr(builder.add(count, LONG(15)), LONG(4))
+        (top,) = _loop(builder, parts, [_all16(0, WHOLE)], larger)
+        _store(builder, _call(builder, "llvm.vector.reduce.umax.v16i32", ir.IntType(32), top), target)
+
+    _each_of(builder, element, [functools.partial(build, kind) for kind in ELEMENTS.values()])
+
+
+@_by_hand(I64, I64, I64)
+def _scales(builder, peaks, factors, scales):
+    """Of 32 rows, in the operations of `linear.quantize`: 127 times 1 / peak, 0 of 0 and of NaN, and peak / 127."""
+    for half in (0, 64):
+        peak = _load(builder, peaks, half)
+        factor = builder.fmul(builder.fdiv(_all16(1.0), peak), _all16(127.0))
+        factor = builder.select(builder.fcmp_ordered(">", peak, _all16(0.0)), factor, _all16(0.0))
+        _store(builder, factor, factors, half)
+        _store(builder, builder.fdiv(peak, _all16(127.0)), scales, half)
+
+
+@njit(types.void(*[I64] * 4), **EXACT)
+def _put(made, place, nbytes, differs):
+    """Copies to `place`, or sets `differs` where something else is there."""
+    if differs == 0:
+        _copy(place, made, nbytes)
+        return
+    ours, theirs, different = carray(_ints(made), (nbytes // 4,)), carray(_ints(place), (nbytes // 4,)), 0
+    for i in range(nbytes // 4):
+        different |= ours[i] ^ theirs[i]
+    if different != 0:
+        carray(_longs(differs), (1,))[0] = 1
+
+
+@njit(types.void(*[I64] * 11), **EXACT)
+def _some_panels(begin, end, panels, rows, element, inner, integer, target, scales, differs, own):
+    """A thread's share of `pack`; `own` is its work space."""
+    each = 4 if integer else 1  # numbers of a row in a line
+    lines = inner // each
+    for panel in range(begin, end):
+        if differs != 0 and carray(_longs(differs), (1,))[0] != 0:
+            return
+        sources = rows + panel * COLUMNS * 8
+        if integer:
+            source = carray(_longs(sources), (COLUMNS,))
+            for i in range(COLUMNS):
+                _peak(element, source[i], inner, own + PEAKS + i * 4)
+            _scales(own + PEAKS, own + FACTORS, own + SCALES)
+            carray(_ints(own + SUMS), (COLUMNS,))[:] = 0
+        for line in range(0, lines, LINES):
+            count = min(LINES, lines - line)
+            place = target + (panel * lines + line) * COLUMNS * 4
+            made = place if count == LINES and differs == 0 else own
+            for half in (0, 64):
+                _lines(
+                    element, integer, sources + 2 * half, line * each, (lines - line) * each, own + FACTORS + half,
+                    own + SUMS + half, made + half,
+                )  # fmt: skip
+            if made != place:
+                _put(made, place, count * COLUMNS * 4, differs)
+        if integer:
+            sums = carray(_ints(own + SUMS), (COLUMNS,))
+            for i in range(COLUMNS):
+                sums[i] *= 128
+            _put(own + SCALES, scales + panel * COLUMNS * 4, COLUMNS * 4, differs)
+            _put(own + SUMS, scales + (panels + panel) * COLUMNS * 4, COLUMNS * 4, differs)
+
+
+@njit(types.void(*[I64] * 9), parallel=True, **EXACT)
+def pack(panels, rows, element, inner, integer, target, scales, differs, threads):
+    """Rows of `inner` numbers at the addresses `rows` [panels, 32] to [panels, inner, 32] at `target`.
+
+    `element` is one of ELEMENTS. For `integer` to [panels, inner / 4, 32, 4] of int8, each row by its own scale, and at
+    `scales` [2, panels, 32] the scales and 128 times the sums of the rows. With `differs` nothing is written there:
+    that is set to 1 where anything but this is there already.
+    """
+    for t in prange(threads):
+        own = np.empty(PACKING, np.uint8)
+        begin, end = panels * t // threads, panels * (t + 1) // threads  # neighbours: threads share few large pages
+        _some_panels(begin, end, panels, rows, element, inner, integer, target, scales, differs, own.ctypes.data)
 
 
 @njit(types.void(LONGS_1D), parallel=True, **OPTIONS)

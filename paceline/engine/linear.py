@@ -9,9 +9,10 @@ the weight: 8 rows 11.8, 4.9, 5.5; 512 rows 113, 101, 143. So MKL is taken on In
 timing, so that the same machine always gives the same bits.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class StockLinear:
 
     kind = "plain"
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, gated: bool):
+    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, gated: bool):
+        weight = in_one(parts)
         self.bias, self.gated = bias, gated
         self.nbytes = weight.numel() * weight.element_size()
         self.pack(weight)
@@ -135,39 +137,93 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows * inverse[:, None]).round_().to(torch.int8), peak / 127.0
 
 
-def in_large_pages(tensor: Tensor) -> Tensor:
-    """A contiguous copy."""
-    return pages.zeros(tensor.shape, tensor.dtype).copy_(tensor)
+def in_one(parts: Sequence[Tensor]) -> Tensor:
+    """A float32 copy of the rows of all, [rows, in]."""
+    return torch.cat([part.flatten(0, -2) for part in parts]).float()
+
+
+class Weights:
+    """Panels of [in, 32] float32, or of [in / 4, 32, 4] int8 with a scale [2, panels * 32] each, of rows in a file.
+
+    Layers that would hold the same hold one, whichever models they are of; it goes with the last of them.
+    """
+
+    def __init__(self, panels: int, inner: int, integer: bool):
+        shape = (panels, inner // 4, kernels.COLUMNS, 4) if integer else (panels, inner, kernels.COLUMNS)
+        self.packed = pages.zeros(shape, torch.int8 if integer else torch.float32)
+        self.scale = torch.empty(2, panels * kernels.COLUMNS) if integer else None
+        self.inner, self.integer = inner, integer
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Of the panels and of their scales, 0 without."""
+        return self.packed.data_ptr(), 0 if self.scale is None else self.scale.data_ptr()
+
+    def pack(self, rows: Tensor, dtype: torch.dtype) -> None:
+        """From rows of `dtype` at the addresses [panels, 32]."""
+        self._pass(rows, dtype, 0)
+
+    def hold(self, rows: Tensor, dtype: torch.dtype) -> bool:
+        """Whether they are what `pack` would write, bit for bit. The file they came from may have changed since."""
+        differs = torch.zeros(1, dtype=torch.int64)
+        self._pass(rows, dtype, differs.data_ptr())
+        return not differs.item()
+
+    def _pass(self, rows: Tensor, dtype: torch.dtype, differs: int) -> None:
+        kernels.pack(
+            len(rows), rows.data_ptr(), kernels.ELEMENTS[dtype], self.inner, self.integer, *self.addresses, differs,
+            kernels.num_threads(),
+        )  # fmt: skip
+
+
+# By their shape and a sample of their rows: one of those that share it, if there are several.
+_held: WeakValueDictionary[tuple[int, int, bool, int], Weights] = WeakValueDictionary()
+
+
+def _packed(rows: Tensor, parts: Sequence[Tensor], integer: bool) -> Weights:
+    """Those that a layer of this process has already, or new ones. `rows` are the addresses of those of `parts`."""
+    panels, inner, dtype = len(rows), parts[0].shape[-1], parts[0].dtype
+    ends = [part[(end,) * (part.ndim - 1)] for part in parts for end in (0, -1)]
+    key = panels, inner, integer, hash(torch.cat(ends).float().numpy().tobytes())
+    held = _held.get(key)
+    if held is not None and held.hold(rows, dtype):
+        return held
+    weights = Weights(panels, inner, integer)
+    weights.pack(rows, dtype)
+    _held.setdefault(key, weights)
+    return weights
 
 
 class TiledLinear:
     """Our own kernel: W in panels of 32 outputs, [panels, in, 32]; gates and their values alternate by 16."""
 
-    kind = "tiled"
+    kind, integer = "tiled", False
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, gated: bool):
-        self.gated, self.inner = gated, weight.shape[1]
-        self.outer = weight.shape[0] // 2 if gated else weight.shape[0]
-        self.bias = self._panels(torch.zeros(weight.shape[0]) if bias is None else bias)
-        self.pack(self._panels(weight))
+    def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, gated: bool):
+        self.gated, self.inner = gated, parts[0].shape[-1]
+        if {(part.dtype, part.stride(-1)) for part in parts} not in [{(dtype, 1)} for dtype in kernels.ELEMENTS]:
+            parts = [in_one(parts)]
+        rows = torch.cat([_row_addresses(part) for part in parts])
+        self.outer = len(rows) // 2 if gated else len(rows)
+        self.bias = self._panels(torch.zeros(len(rows)) if bias is None else bias)
+        zeros = torch.zeros(self.inner)  # a row that fills up the last panel
+        rows = self._panels(rows)
+        rows[rows == 0] = zeros.data_ptr()
+        self.weights = _packed(rows, parts, self.integer)
+        self.packed, self.scale = self.weights.packed, self.weights.scale
+        self.nbytes = self.packed.numel() * self.packed.element_size()
 
     def _panels(self, rows: Tensor) -> Tensor:
-        """[out, ...] to [panels, 32, ...], filled up with zeros."""
+        """[out] to [panels, 32], filled up with zeros."""
         halves = rows.chunk(2) if self.gated else (rows,)
         width = kernels.COLUMNS // len(halves)
-        pad = -self.outer % width
-        filled = [F.pad(half.unflatten(0, (1, -1)), (0, 0) * (rows.ndim - 1) + (0, pad))[0] for half in halves]
+        filled = [F.pad(half, (0, -self.outer % width)) for half in halves]
         return torch.cat([half.unflatten(0, (-1, width)) for half in filled], dim=1)
-
-    def pack(self, panels: Tensor) -> None:
-        self.packed, self.scale = in_large_pages(panels.transpose(1, 2)), None
-        self.nbytes = self.packed.numel() * 4
 
     @property
     def addresses(self) -> tuple[int, int, int]:
         """Of the weights, their scales (0 without) and the bias."""
-        scale = 0 if self.scale is None else self.scale.data_ptr()
-        return self.packed.data_ptr(), scale, self.bias.data_ptr()
+        return *self.weights.addresses, self.bias.data_ptr()
 
     def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
         rows, threads = x.shape[0], kernels.num_threads()
@@ -185,17 +241,18 @@ class TiledLinear:
 class TiledInt8Linear(TiledLinear):
     """`Int8Linear` by our own kernel (VNNI): [panels, in / 4, 32, 4]. The same integers, so the same sums."""
 
-    kind = "tiled_int8"
-
-    def pack(self, panels: Tensor) -> None:
-        quantized, scale = quantize(panels.flatten(0, 1))
-        self.nbytes = quantized.numel()
-        self.packed = in_large_pages(quantized.view(-1, kernels.COLUMNS, self.inner // 4, 4).transpose(1, 2))
-        excess = quantized.sum(dim=1, dtype=torch.int32) * 128
-        self.scale = torch.stack([scale, excess.view(torch.float32)])
+    kind, integer = "tiled_int8", True
 
 
-KINDS: dict[str, Callable[[Tensor, Tensor | None, bool], Linear]] = {
+def _row_addresses(rows: Tensor) -> Tensor:
+    """Of each row of [..., in], in order."""
+    offsets = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(rows.shape[:-1], rows.stride()[:-1], strict=True):
+        offsets = offsets[..., None] + stride * torch.arange(size)
+    return rows.data_ptr() + rows.element_size() * offsets.flatten()
+
+
+KINDS: dict[str, Callable[[Sequence[Tensor], Tensor | None, bool], Linear]] = {
     cls.kind: cls for cls in (TiledLinear, TiledInt8Linear, OneDNNLinear, MKLLinear, StockLinear, Int8Linear)
 }
 
@@ -213,11 +270,18 @@ def best_kind(device: str, quantization: str = "none") -> str:
     return next((kind for kind in order if available[kind]), "plain")
 
 
-def make_linear(kind: str, weight: Tensor, bias: Tensor | None = None, gated: bool = False) -> Linear:
-    """Packs weight [out, in] (with a gate [2 out, in]); an inner dimension that tiles cannot take goes to torch."""
-    if kind.startswith("tiled") and weight.shape[1] % 8:
+def make_linear(
+    kind: str, weight: Tensor | Sequence[Tensor], bias: Tensor | None = None, gated: bool = False
+) -> Linear:
+    """Packs weight [out, in] (with a gate [2 out, in]), or the parts [..., in] where its rows lie, which may be a file.
+
+    Numbers are of any floating type, those of a bias [out] float32. An inner dimension that tiles cannot take goes to
+    torch.
+    """
+    parts = [weight] if isinstance(weight, Tensor) else weight
+    if kind.startswith("tiled") and parts[0].shape[-1] % 8:
         kind = "int8" if kind == "tiled_int8" else "plain"
-    return KINDS[kind](weight, bias, gated)
+    return KINDS[kind](parts, bias, gated)
 
 
 def _processor() -> str:

@@ -8,7 +8,6 @@ a device; it was run and measured on CPU only.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,10 +21,9 @@ from paceline.engine.experts import Experts
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.linear import Linear, Norm, TiledLinear, best_kind, kernels, make_linear
 from paceline.engine.parallel import Part, Peers, part_of, times
-from paceline.engine.rope import frequencies, interleave, rotations
+from paceline.engine.reader import Progress, Reader, Rows
+from paceline.engine.rope import frequencies, rotations
 from paceline.engine.weights import Checkpoint
-
-Progress = Callable[[int, int], None]  # bytes loaded, bytes in all
 
 # Buffers that old checkpoints carry and that follow from the config, and the head of a tied model.
 IGNORED = ("rotary_emb.inv_freq", "masked_bias", "lm_head.weight")
@@ -174,50 +172,24 @@ class _Loader:
         self, checkpoint: Checkpoint, config: ModelConfig, part: Part, device: str, kind: str, progress: Progress
     ):
         """`config` is of the whole model."""
-        self.checkpoint, self.config, self.part, self.device, self.kind = checkpoint, config, part, device, kind
-        self.progress, self.done = progress, 0
-
-    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), pairs: int = 0) -> Tensor:
-        """A tensor or a part of it in float32; with `pairs`, its rows are of that many heads and are interleaved."""
-        value = self.checkpoint.read(name, shape, part)
-        self.done += self.checkpoint.nbytes(name)
-        self.progress(self.done, self.checkpoint.total_bytes)
-        return interleave(value, pairs) if pairs else value
+        self.config, self.part, self.device, self.kind = config, part, device, kind
+        self.reader = Reader(checkpoint, device, kind, progress)
 
     def norm(self, name: str, width: int, pairs: int = 0) -> Norm:
-        return Norm(self.read(f"{name}.weight", (width,), pairs=pairs).to(self.device), self.config.norm_eps)
-
-    def fused(self, parts: list["Rows"], columns: int, bias: bool, gated: bool = False) -> Linear:
-        """One linear layer from rows of several of the checkpoint's, which have so many columns."""
-        whole = torch.empty(sum(len(rows.own) for rows in parts), columns)
-        biases = torch.empty(whole.shape[0]) if bias else None
-        begin = 0
-        for name, count, own, pairs in parts:
-            end, some = begin + len(own), (slice(own.start, own.stop),)
-            whole[begin:end] = self.read(f"{name}.weight", (count, columns), some, pairs)
-            if biases is not None:
-                biases[begin:end] = self.read(f"{name}.bias", (count,), some, pairs)
-            begin = end
-        return make_linear(self.kind, whole.to(self.device), None if biases is None else biases.to(self.device), gated)
-
-    def inner(self, name: str, columns: int, own: range, bias: bool) -> Linear:
-        """A linear layer from inner columns to hidden states. The first rank adds the bias for all."""
-        rows = self.config.hidden
-        weight = self.read(f"{name}.weight", (rows, columns), (slice(None), slice(own.start, own.stop)))
-        biases = self.read(f"{name}.bias", (rows,)).to(self.device) if bias else None
-        return make_linear(self.kind, weight.to(self.device), biases if self.part.place.rank == 0 else None)
+        return Norm(self.reader.read(f"{name}.weight", (width,), pairs=pairs), self.config.norm_eps)
 
     def mlp(self, gate: str, up: str, down: str, width: int, own: range, bias: bool) -> tuple[Linear, Linear]:
         """gate_up and down from the checkpoint's three, with `width` between them, of which this part has some."""
-        gate_up = self.fused([Rows(gate, width, own), Rows(up, width, own)], self.config.hidden, bias, gated=True)
-        return gate_up, self.inner(down, width, own, bias)
+        hidden, rank = self.config.hidden, self.part.place.rank
+        gate_up = self.reader.fused([Rows(gate, width, own), Rows(up, width, own)], hidden, bias, gated=True)
+        return gate_up, self.reader.inner(down, hidden, width, own, bias, rank)
 
     def experts(self, index: int) -> Experts:
         """Of the experts of a layer those that this part has."""
         config, local = self.config, self.part.experts
         block, *parts = ARCHITECTURES[config.architecture].experts
         name = f"model.layers.{index}.{block}"
-        router = self.read(f"{name}.gate.weight", (config.experts, config.hidden)).to(self.device)
+        router = self.reader.read(f"{name}.gate.weight", (config.experts, config.hidden))
         kind = best_kind(self.device) if "int8" in self.kind else self.kind
         held = []
         for expert in local:
@@ -248,8 +220,10 @@ class _Loader:
         if config.qk_norm:
             norms = tuple(self.norm(f"{attention}.{one}_norm", size, pairs=1) for one in "qk")
         return Layer(
-            qkv=self.fused(qkv, config.hidden, config.qkv_bias),
-            out=self.inner(f"{attention}.o_proj", queries, own, config.out_bias),
+            qkv=self.reader.fused(qkv, config.hidden, config.qkv_bias),
+            out=self.reader.inner(
+                f"{attention}.o_proj", config.hidden, queries, own, config.out_bias, part.place.rank
+            ),
             gate_up=parts[0],
             down=parts[1],
             input_norm=self.norm(f"{name}.input_layernorm", config.hidden),
@@ -257,15 +231,6 @@ class _Loader:
             head_norms=norms,
             experts=experts,
         )
-
-
-class Rows(NamedTuple):
-    """Rows of a linear layer of the checkpoint that a part has."""
-
-    name: str
-    count: int  # in the checkpoint
-    own: range
-    pairs: int = 0  # heads among them whose rows are interleaved; 0: none
 
 
 def load_decoder(
@@ -285,9 +250,9 @@ def load_decoder(
     loader = _Loader(checkpoint, config, part, device, kind or best_kind(device), progress)
     head = norm = embedding = None
     if place.last:
-        # The head is the largest matrix: it goes first, while little else is held beside its two copies.
+        # The head is the largest matrix: it goes first, while little else is held beside the file's and ours.
         rows = Rows(table if config.tied else "lm_head", config.vocab_size, part.vocabulary)
-        head, norm = loader.fused([rows], config.hidden, False), loader.norm("model.norm", config.hidden)
+        head, norm = loader.reader.fused([rows], config.hidden, False), loader.norm("model.norm", config.hidden)
     layers = [loader.layer(index) for index in part.layers]
     if place.first:
         embedding = Embedding(checkpoint, f"{table}.weight", (config.vocab_size, config.hidden), device)
@@ -298,5 +263,5 @@ def load_decoder(
         others += [f"model.layers.{index}.{block}.experts.{expert}." for index in config.sparse for expert in away]
     others += ["model.norm."] * (norm is None) + ["lm_head."] * (head is None) + [table] * (embedding is None)
     checkpoint.refuse_unused(IGNORED, tuple(others))
-    progress(checkpoint.total_bytes, checkpoint.total_bytes)
+    loader.reader.finish()
     return Decoder(part.config, embedding, layers, norm, head, device, peers)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 LINUX = hasattr(mmap, "MADV_HUGEPAGE")
+LARGE = 2 << 20  # bytes of a page
 
 
 def zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -18,7 +19,13 @@ def zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float3
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if not LINUX or not nbytes:
         return torch.zeros(shape, dtype=dtype)
-    return torch.frombuffer(_mapped(nbytes, mmap.MADV_HUGEPAGE), dtype=dtype).view(shape)
+    # A mapping may begin anywhere, so one large page more is mapped. What is left at the end is in small ones.
+    memory = _mapped(nbytes + LARGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    begin, large = -whole.data_ptr() % LARGE, nbytes // LARGE * LARGE
+    if large:
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, large)
+    return whole[begin : begin + nbytes].view(dtype).view(shape)
 
 
 def reserved(shape: tuple[int, ...] | torch.Size) -> tuple[mmap.mmap, Tensor]:
@@ -26,14 +33,13 @@ def reserved(shape: tuple[int, ...] | torch.Size) -> tuple[mmap.mmap, Tensor]:
 
     A large page of which a part is returned stays whole until the system is short of memory.
     """
-    memory = _mapped(4 * torch.Size(shape).numel(), mmap.MADV_NOHUGEPAGE)
+    memory = _mapped(4 * torch.Size(shape).numel())
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory, torch.frombuffer(memory, dtype=torch.float32).view(shape)
 
 
-def _mapped(nbytes: int, advice: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
-    memory.madvise(advice)
-    return memory
+def _mapped(nbytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has small pages
 
 
 def trim_heap() -> None:

@@ -61,9 +61,11 @@ def _yarn_attention(rope: RopeConfig) -> float:
 
 
 def interleave(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a query or key projection (or bias, or per-head norm with heads = 1) from halves to adjacent pairs."""
-    rows = weight.shape[0]
-    return weight.view(heads, 2, rows // heads // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+    """Rows of a query or key projection (or bias, or per-head norm with heads = 1) from halves to adjacent pairs.
+
+    [heads head_dim, ...] to a view of it, [heads, head_dim / 2, 2, ...].
+    """
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2)
 
 
 def rotations(inv_freq: Tensor, factor: float, positions: Tensor) -> Tensor:

@@ -65,12 +65,6 @@ class Checkpoint:
             self.maps[entry.file], dtype=DTYPES[entry.dtype], count=prod(shape), offset=entry.begin
         ).view(shape)
 
-    def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> Tensor:
-        """A float32 copy of the tensor, or of a part of it; the mapped pages are given back."""
-        copy = self.view(name, shape)[part].to(torch.float32, copy=True)
-        self.release(name)
-        return copy
-
     def nbytes(self, name: str) -> int:
         entry = self.entries.get(name)
         return entry.end - entry.begin if entry else 0

@@ -177,7 +177,7 @@ def test_a_router_is_float_and_a_loader_may_hold_some_of_the_experts(kind: str, 
         part = replace(part_of(decoder.config), experts=local)
         loader = _Loader(Checkpoint(tmp_path), decoder.config, part, "cpu", kind, lambda done, of: None)
         loader.experts(1)(x, norm, add_to=total)
-        read = {name for name in loader.checkpoint.used if ".experts." in name}
+        read = {name for name in loader.reader.checkpoint.used if ".experts." in name}
         assert read == {f"model.layers.1.block_sparse_moe.experts.{i}.w{n}.weight" for i in local for n in (1, 2, 3)}
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-6)
 

@@ -100,3 +100,73 @@ def test_the_kind_follows_the_processor_and_the_quantization(monkeypatch: pytest
 @pytest.mark.parametrize("kind", [*FLOAT, *INT8])
 def test_bytes_that_a_product_reads(kind: str) -> None:
     assert make_linear(kind, random(32, 16)).nbytes == 32 * 16 * (1 if kind in INT8 else 4)
+
+
+def panels_of(weight: Tensor, gated: bool) -> Tensor:
+    """Panels of 32 outputs, [panels, 32, in], filled up with zeros; gates and their values alternate by 16."""
+    halves = weight.chunk(2) if gated else (weight,)
+    width = 32 // len(halves)
+    filled = [torch.cat([half, torch.zeros(-len(half) % width, weight.shape[1])]) for half in halves]
+    return torch.cat([half.unflatten(0, (-1, width)) for half in filled], dim=1)
+
+
+def packed_by_torch(kind: str, weight: Tensor, gated: bool) -> list[Tensor]:
+    """What a tiled layer holds: weights, and for int8 scales and 128 times the sums of rows."""
+    panels = panels_of(weight, gated)
+    if kind == "tiled":
+        return [panels.transpose(1, 2)]
+    quantized, scale = quantize(panels.flatten(0, 1))
+    excess = quantized.sum(dim=1, dtype=torch.int32) * 128
+    by_four = quantized.view(len(panels), 32, -1, 4).transpose(1, 2)
+    return [by_four, torch.stack([scale, excess.view(torch.float32)])]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+TILED = [kind for kind in (*FLOAT, *INT8) if "tiled" in kind]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("kind", TILED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (2, 8), (34, 2056), (700, 136)])
+def test_packing_gives_the_bits_that_torch_does(
+    kind: str, dtype: torch.dtype, gated: bool, outer: int, inner: int
+) -> None:
+    weight = (random(outer, inner) * random(outer, 1, seed=1).exp()).to(dtype)
+    weight[1], weight[0, inner // 2] = 0.0, -0.0
+    layer = make_linear(kind, weight, None, gated)
+    held = [layer.packed] if layer.scale is None else [layer.packed, layer.scale]
+    for ours, theirs in zip(held, packed_by_torch(kind, weight.float(), gated), strict=True):
+        assert torch.equal(bits(ours), bits(theirs))
+
+
+@pytest.mark.parametrize("kind", TILED)
+def test_rows_are_packed_from_where_they_lie(kind: str) -> None:
+    """Parts of several tensors: some rows, some columns, rows in another order, any dtype."""
+    whole = random(96, 200).bfloat16()
+    parts = [whole[8:72].unflatten(0, (4, 2, 8)).transpose(1, 2)[..., 16:152], whole[3:20, 64:]]
+    for some in (parts, [parts[0], parts[1].half()], [parts[1].t().contiguous().t()]):
+        together = torch.cat([part.flatten(0, -2).float() for part in some])
+        layer = make_linear(kind, some)
+        for ours, theirs in zip((layer.packed, layer.scale), packed_by_torch(kind, together, False), strict=False):
+            assert torch.equal(bits(ours), bits(theirs))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TILED if "int8" in kind])
+def test_scales_of_rows_that_are_not_numbers_or_hardly(kind: str) -> None:
+    weight = random(32, 64)
+    weight[1, 3], weight[2, 5], weight[3] = float("nan"), float("inf"), 1e-42
+    packed, scales = packed_by_torch(kind, weight, False)
+    layer = make_linear(kind, weight)
+    assert torch.equal(layer.packed, packed)
+    torch.testing.assert_close(layer.scale[0], scales[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", [*FLOAT, *INT8])
+def test_parts_make_the_same_layer_as_one_tensor(kind: str) -> None:
+    weight, x = random(48, 24), random(5, 24, seed=1)
+    assert torch.equal(make_linear(kind, [weight[:30], weight[30:]])(x), make_linear(kind, weight)(x))

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.model import load_decoder
+from paceline.engine.reader import Reader
 from paceline.engine.weights import INDEX, Checkpoint
 from tests.engine import checkpoints
 
@@ -43,8 +44,9 @@ def test_values_come_back_in_float32(tmp_path: Path) -> None:
     save_file(values, tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path)
     assert checkpoint.total_bytes == 3 * 5 * 8
+    reader = Reader(checkpoint, "cpu", "plain", lambda done, total: None)
     for name, value in values.items():
-        got = checkpoint.read(name, (3, 5))
+        got = reader.read(name, (3, 5))
         assert got.dtype == torch.float32 and torch.equal(got, value.float())
         assert torch.equal(checkpoint.view(name, (3, 5)), value)  # after its pages were given back, too
 
