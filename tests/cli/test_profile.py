@@ -1,6 +1,8 @@
 """`paceline profile`, its cache, and what `serve` makes of it."""
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -81,9 +83,12 @@ def test_drafts_that_cannot_be_measured_are_named(arguments, message):
 
 
 def test_end_to_end(tmp_path, cache):
+    """In a process of its own: what this one holds would count as its memory."""
     file, png = tmp_path / "coder.json", tmp_path / "coder.png"
     options = ["--quick", "--token-budget", "64", "--max-batch", "16", "--context", "512", "--memory", "1GiB"]
-    done = paceline("profile", "builtin:coder", *options, "--tbt-goal", "1", "--json", str(file), "--plot", str(png))
+    command = [sys.executable, "-m", "paceline.cli.main", "profile", "builtin:coder", *options, "--tbt-goal", "1"]
+    command += ["--json", str(file), "--plot", str(png)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "150"})
     assert done.returncode == 0, done.stderr
     for words in ("knee", "noise floor", "tokens/s", "share of the floor", "largest batch", "goal 1000.0 ms", "budget"):
         assert words in done.stdout, words
