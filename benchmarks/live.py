@@ -23,6 +23,12 @@ def paceline(folder: Path, *arguments: object) -> None:
         raise SystemExit(f"paceline {' '.join(map(str, arguments))}: {done.stderr.strip()}")
 
 
+def profiled(folder: Path, quick: bool) -> None:
+    """Measures fleet.yaml into profile.json; one of a run before is taken as it is."""
+    if not (folder / "profile.json").exists():
+        paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", *["--quick", "--seconds", 2] * quick)
+
+
 def simulated(folder: Path, trace: str, placement: str = "placement.json") -> dict:
     """The report of fleet.yaml on this placement, as profile.json says."""
     options = ["--profile", "profile.json", "--placement", placement, "--trace", trace, "--out", "simulated"]

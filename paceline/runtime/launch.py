@@ -5,27 +5,19 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.runtime.messages import FromWorker
+from paceline.runtime.pulse import Pulse
 
 
 class Process(Protocol):
     """A worker process seen from the front end. Calls back on the event loop."""
+
+    pulse: Pulse
 
     async def start(self) -> None:
         """It answers with Loading, Ready or Failed. Raises OSError where it cannot be started."""
 
     def send(self, frame: bytes) -> None:
         """A `ToWorker`, encoded."""
-
-    @property
-    def responsive(self) -> bool:
-        """Heartbeats come, and a busy worker's steps move."""
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds without any sign of progress."""
-
-    def forgive(self, seconds: float) -> None:
-        """The front end itself stood still for so long: nobody could be heard."""
 
     @property
     def pid(self) -> int:

@@ -9,49 +9,16 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.runtime import messages
 from paceline.runtime.channel import FrontEnd
 from paceline.runtime.launch import OnExit, OnMessage
-from paceline.runtime.messages import FromWorker, Heartbeat, Shutdown
+from paceline.runtime.messages import Heartbeat, Shutdown
+from paceline.runtime.pulse import Pulse
 
-SILENT_S = 1.5  # without a heartbeat for so long the process is taken to hang
-STUCK_S = 1.8  # likewise a busy one whose progress stands still
 LAST_WORDS_S = 1.0  # what a process said before it ended is read for so long at most
-
-
-class Pulse:
-    """When a worker was heard last, and when its steps moved last."""
-
-    def __init__(self) -> None:
-        self._last_beat = self._last_move = time.monotonic()
-        self._progress = -1
-
-    def heard(self, message: FromWorker) -> None:
-        now = time.monotonic()
-        self._last_beat = now
-        if not isinstance(message, Heartbeat):
-            self._last_move = now
-            return
-        if message.progress != self._progress or not message.busy:
-            self._last_move = now
-        self._progress = message.progress
-
-    def forgive(self, seconds: float) -> None:
-        self._last_beat += seconds
-        self._last_move += seconds
-
-    @property
-    def responsive(self) -> bool:
-        now = time.monotonic()
-        return now - self._last_beat < SILENT_S and now - self._last_move < STUCK_S
-
-    @property
-    def silent_s(self) -> float:
-        return time.monotonic() - min(self._last_beat, self._last_move)
 
 
 class Local:
@@ -86,10 +53,10 @@ class WorkerProcess:
         self.process: asyncio.subprocess.Process | None = None
         self._channel = FrontEnd(self._receive)
         self._waiter: asyncio.Task[None] | None = None
-        self._pulse = Pulse()
+        self.pulse = Pulse()
 
     async def start(self) -> None:
-        self._pulse = Pulse()
+        self.pulse = Pulse()
         ours, theirs = socket.socketpair()
         with theirs:
             await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=ours)
@@ -110,17 +77,6 @@ class WorkerProcess:
 
     def send(self, frame: bytes) -> None:
         self._channel.send(frame)
-
-    @property
-    def responsive(self) -> bool:
-        return self._pulse.responsive
-
-    @property
-    def silent_s(self) -> float:
-        return self._pulse.silent_s
-
-    def forgive(self, seconds: float) -> None:
-        self._pulse.forgive(seconds)
 
     @property
     def pid(self) -> int:
@@ -152,6 +108,6 @@ class WorkerProcess:
 
     def _receive(self, frame: bytes) -> None:
         message = messages.decode_from_worker(frame)
-        self._pulse.heard(message)
+        self.pulse.heard(message)
         if not isinstance(message, Heartbeat):
             self.on_message(self, message)

@@ -24,7 +24,8 @@ from paceline.runtime import messages
 from paceline.runtime.channel import FrontEnd
 from paceline.runtime.launch import OnExit, OnMessage
 from paceline.runtime.messages import Heartbeat, Shutdown
-from paceline.runtime.process import LAST_WORDS_S, Pulse
+from paceline.runtime.process import LAST_WORDS_S
+from paceline.runtime.pulse import Pulse
 
 ANSWER_S = 5.0  # in which the cluster's address must answer
 ROOM_S = 60.0  # in which it must have found room for all workers
@@ -170,12 +171,12 @@ class RayProcess:
         self.pid = -1
         self._actor, self._door = actor, door
         self._channel = FrontEnd(self._receive)
-        self._pulse = Pulse()
+        self.pulse = Pulse()
         self._killed = asyncio.Event()
         self._waiter: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._pulse = Pulse()
+        self.pulse = Pulse()
         await self._door.open()
         token = self._door.expect(self._channel)
         errors = ray().exceptions
@@ -190,17 +191,6 @@ class RayProcess:
 
     def send(self, frame: bytes) -> None:
         self._channel.send(frame)
-
-    @property
-    def responsive(self) -> bool:
-        return self._pulse.responsive
-
-    @property
-    def silent_s(self) -> float:
-        return self._pulse.silent_s
-
-    def forgive(self, seconds: float) -> None:
-        self._pulse.forgive(seconds)
 
     def kill(self) -> None:
         """Waits for nobody: the node may be gone."""
@@ -241,7 +231,7 @@ class RayProcess:
 
     def _receive(self, frame: bytes) -> None:
         message = messages.decode_from_worker(frame)
-        self._pulse.heard(message)
+        self.pulse.heard(message)
         if not isinstance(message, Heartbeat):
             self.on_message(self, message)
 

@@ -108,7 +108,7 @@ class Workers:
 
     @property
     def responsive(self) -> bool:
-        return self.state == "ready" and all(process.responsive for process in self._processes)
+        return self.state == "ready" and all(process.pulse.responsive for process in self._processes)
 
     @property
     def reason(self) -> str:
@@ -123,8 +123,8 @@ class Workers:
         """Called several times a second, or so many seconds later: workers that hang are killed, and start again."""
         limit = HANG_S if self.state == "ready" else LOAD_HANG_S
         for process in self._processes:
-            process.forgive(late)
-        if any(process.silent_s > limit for process in self._processes):
+            process.pulse.forgive(late)
+        if any(process.pulse.silent_s > limit for process in self._processes):
             self._kill()
 
     async def _meeting(self) -> str | None:

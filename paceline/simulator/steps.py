@@ -16,6 +16,7 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from paceline.batching.blocks import num_free, take
 from paceline.batching.budget import seconds
 from paceline.batching.compiled import FLOATS, FLOATS_2D, I64, INTS, INTS_2D, Handle, entry, part, state_at, tuple_of
 from paceline.batching.moves import add, end, fits, num_waiting
@@ -24,12 +25,14 @@ from paceline.batching.prediction import first_token, turn
 from paceline.batching.scheduler import make_state
 from paceline.batching.sharing import next_due, next_in_turn, soonest
 from paceline.batching.state import (
+    BLOCK_SIZE,
     ENTERING,
     GOAL,
     LANDED,
     LAST,
     NEXT_BATCH,
     PIPELINE,
+    PROMPTS,
     RUNNING,
     SLOT,
     Floats,
@@ -37,7 +40,7 @@ from paceline.batching.state import (
     State,
 )
 from paceline.controller import GroupConfig
-from paceline.core.request import ASKED, KNOWN, LIMIT, TAG
+from paceline.core.request import ASKED, COMPUTED, HELD, KNOWN, LIMIT, SCHEDULED, TAG
 from paceline.latency.step_time import StepTime
 from paceline.placement.dispatch import enter
 
@@ -72,7 +75,8 @@ class Times(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of them; and of each step its group, tokens, seconds in a stage and when it left each stage."""
+    """What became of them; and of each step its group, tokens, seconds in a stage and when it left each stage, those of
+    a group in order."""
 
     owner: Ints  # group; -1: nobody could take it
     first: Floats  # time of the first token, NaN without one
@@ -137,6 +141,57 @@ def _take_tokens(
     return gap_end
 
 
+@part
+def _decode_on(
+    s: State, linear: Floats, terms: Floats, share: float, now: float, until: float, gaps: NDArray[np.float32],
+    gap_end: int, clocks: Floats, took: Floats, left: Floats,
+) -> tuple[float, int, int]:  # fmt: skip
+    """Steps of nothing but the decodes that run, which no policy composes otherwise, as long as nobody ends, there are
+    blocks, and nothing else happens: those that are done by `until`, all at once. For groups with one stage.
+
+    Returns the time, where the gaps end, and how many steps there were: what they took is in `took` and `left`, as far
+    as there is room.
+    """
+    numbers, times, size, count, running = s.numbers, s.times, s.limits[BLOCK_SIZE], 0, s.now[RUNNING]
+    if running == 0 or num_waiting(s) > 0 or s.now[PROMPTS] > 0 or s.limits[PIPELINE] > 1:
+        return now, gap_end, 0
+    while now < until and count < len(took):
+        needed, context, ends = 0, 0, False
+        for i in range(running):
+            slot = s.running[i]
+            context += numbers[slot, COMPUTED]
+            needed += numbers[slot, COMPUTED] == numbers[slot, HELD] * size
+            ends |= numbers[slot, KNOWN] + 1 == numbers[slot, LIMIT]
+        latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
+        end_time = max(now, clocks[0]) + latency
+        if ends or needed > num_free(s) or end_time > until:
+            break
+        for i in range(running):
+            slot = s.running[i]
+            if numbers[slot, COMPUTED] == numbers[slot, HELD] * size:
+                take(s, slot, 1)
+            numbers[slot, SCHEDULED] = numbers[slot, COMPUTED] = numbers[slot, COMPUTED] + 1
+            numbers[slot, KNOWN] += 1
+            gaps[gap_end] = end_time - times[slot, LAST]
+            gap_end += 1
+            times[slot, LAST] = end_time
+        clocks[0] = now = s.factors[LANDED] = end_time
+        took[count], left[count, 0] = latency, now
+        count += 1
+    return now, gap_end, count
+
+
+@part
+def _has_device(groups: Ints, lanes: Ints, g: int) -> bool:
+    """Nobody else with whom the group shares its device has anything to do."""
+    for other in range(len(groups)):
+        if other != g and lanes[other] == lanes[g]:
+            s = state_at(groups[other])
+            if num_waiting(s) + s.now[RUNNING] > 0:
+                return False
+    return True
+
+
 @entry(
     tuple_of(INTS, FLOATS, FLOATS, INTS, types.Array(types.float32, 1, "C"), INTS, INTS_2D, FLOATS, FLOATS_2D),
     INTS, types.NamedTuple((FLOATS_2D, INTS, FLOATS_2D, FLOATS), Times), INTS, I64, INTS_2D, INTS_2D,  # type: ignore[no-untyped-call]
@@ -174,14 +229,18 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
     served, num_turns = np.zeros(count, np.int64), 0
     expected, due = np.zeros(count), np.zeros(count)
     dirty, r = np.zeros(len(clocks), np.bool_), 0
+    wakes = np.full(count, np.inf)  # up to when a group's steps are known already
     while True:
         now = arrivals[r] if r < total else np.inf
         for g in range(count):
             if flying[g] > 0:
                 now = min(now, ends[g, head[g]], enters[g])
+            now = min(now, wakes[g])
         if now == np.inf:
             break
         for g in range(count):
+            if wakes[g] == now:
+                wakes[g], dirty[lanes[g]] = np.inf, True
             if flying[g] == 0 or (ends[g, head[g]] > now and enters[g] > now):
                 continue
             s = state_at(groups[g])
@@ -199,6 +258,21 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
                 dirty[lanes[g]] = True
             if s.now[ENTERING] < 0:
                 enters[g] = np.inf
+            if flying[g] == 0 and _has_device(groups, lanes, g):
+                until, m, lane = arrivals[r] if r < total else np.inf, model_of[g], lanes[g]
+                if num_steps + 64 > len(took):
+                    steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
+                    left = np.concatenate((left, left))
+                wakes[g], gap_ends[m], more = _decode_on(
+                    s, times.linear[g, : times.lengths[g]], times.terms[g], times.shares[g], now, until, gaps,
+                    gap_ends[m], clocks[lane], took[num_steps:], left[num_steps:],
+                )  # fmt: skip
+                steps[num_steps : num_steps + more, 0], steps[num_steps : num_steps + more, 1] = g, s.now[RUNNING]
+                num_steps += more
+                if more == 0:
+                    wakes[g] = np.inf
+                else:
+                    dirty[lane] = False
         while r < total and arrivals[r] == now:
             m, size = requests.models[r], requests.prompts[r]
             for g in range(count):
