@@ -59,7 +59,7 @@ class FleetRun:
 
     outcomes: Outcomes
     busy: list[list[float]]  # by group and stage
-    spans: dict[tuple[int, int], Floats]  # likewise; [requests or steps, 3], in order
+    spans: dict[tuple[int, int], tuple[Floats, Floats, NDArray[Any]]]  # likewise; columns over requests or steps
     duration: float
 
     def devices(self, placement: Placement) -> list[dict[str, float]]:
@@ -80,13 +80,13 @@ class FleetRun:
         """Seconds in which something is in the group's pipeline."""
         if (g, 0) not in self.spans:
             return 0.0
-        begins, ends = self.spans[g, 0][:, 0], self.spans[g, stages - 1][:, 1]  # first in, first out
+        begins, ends = self.spans[g, 0][0], self.spans[g, stages - 1][1]  # first in, first out
         return float((ends - np.maximum(begins, np.append(-np.inf, ends[:-1]))).sum())
 
     def spend(self, g: int, k: int, ends: Floats, seconds: Floats, sizes: NDArray[Any]) -> None:
         """A stage ran these, until then, for so long."""
         self.busy[g][k] = float(seconds.sum())
-        self.spans[g, k] = np.column_stack([ends - seconds, ends, sizes])
+        self.spans[g, k] = ends - seconds, ends, sizes
 
 
 def run(
@@ -193,9 +193,9 @@ def _limits(
 
 
 def timeline(run: FleetRun) -> Iterator[tuple[str, Floats]]:
-    """Rows of a picture: which stage, and what it ran when."""
-    for (g, k), spans in sorted(run.spans.items()):
-        yield f"group {g}, stage {k}", spans
+    """Rows of a picture: which stage, and what it ran when: [requests or steps, 3]."""
+    for (g, k), columns in sorted(run.spans.items()):
+        yield f"group {g}, stage {k}", np.column_stack(columns)
 
 
 def judge(models: Sequence[SimulatedModel], trace: Trace, memory: int) -> Judge:

@@ -224,7 +224,8 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
         gap_ends[requests.models[i] + 1] += outputs[i]
     gap_ends = np.cumsum(gap_ends)[:-1]
     gaps = np.zeros(outputs.sum(), np.float32)
-    steps, took, left, num_steps = np.zeros((1024, 2), np.int64), np.zeros(1024), np.zeros((1024, stages)), 0
+    room, num_steps = 1024 + outputs.sum(), 0  # pages that are never used take no memory
+    steps, took, left = np.zeros((room, 2), np.int64), np.zeros(room), np.zeros((room, stages))
     queued, able, tried = np.zeros(count, np.int64), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     served, num_turns = np.zeros(count, np.int64), 0
     expected, due = np.zeros(count), np.zeros(count)
