@@ -11,7 +11,7 @@ from benchmarks.machine import describe
 RESULTS = Path(__file__).parent / "results"
 NAMES = [
     "offline_mixed", "http_streams", "memory", "floor", "quantization", "prediction", "scheduler", "sarathi_tables",
-    "tails", "speculation", "drafts", "placement", "alpaserve", "parallel", "dispatch", "loading",
+    "tails", "speculation", "drafts", "placement", "alpaserve", "parallel", "dispatch", "loading", "simulation",
 ]  # fmt: skip
 HOURS = ["exactness"]  # only by name
 

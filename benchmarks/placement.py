@@ -12,17 +12,12 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.plots import figure
-from paceline.core.cluster import Cluster, Group, Parallel, Placement
-from paceline.core.request import SLO
-from paceline.latency.step_time import StepTime
+from paceline.core.cluster import Cluster, Parallel
 from paceline.placement.greedy import Choice
 from paceline.placement.problem import ALPASERVE, Problem
 from paceline.placement.search import EFFORT, bucketings, in_buckets, plan, uniform
 from paceline.placement.tables import ModelTable, ShapeTable
-from paceline.simulator.fleet import SimulatedModel
-from paceline.simulator.fleet import run as run_fleet
 from paceline.workload.arrivals import gamma, merged, power_law
-from paceline.workload.trace import Trace, joint_lengths, load
 from tests.papers.alpaserve import CASES as REFERENCE
 from tests.papers.alpaserve import cluster, problem
 from tests.reference import root
@@ -97,8 +92,6 @@ def speed() -> dict:
             "attainment": round(choice.outcome.attainment, 4),
         })  # fmt: skip
         print(f"  {result['planning'][-1]}", flush=True)
-    stepwise(100)  # compiles
-    result["autoregressive"] = [stepwise(100_000, rate) for rate in (1.0, 3.0, 6.0, 8.0)]
     with figure("planning_time", 1) as axes:
         points = result["planning"]
         axes[0].loglog([p["devices"] for p in points], [p["cpu_s"] for p in points], "o")
@@ -106,25 +99,6 @@ def speed() -> dict:
             axes[0].annotate(f"{point['models']} models", (point["devices"], point["cpu_s"]))
         axes[0].set(xlabel="devices", ylabel="CPU seconds of planning", title="S3, with buckets and local search")
     return result
-
-
-def stepwise(requests: int, rate: float = 6.0) -> dict:
-    """Autoregressive requests with the lengths of the Azure conversation trace, through the scheduler that serves, KV
-    blocks and predicted step times included."""
-    known = load(root() / "sarathi/traces/azure_2023_conv.csv", "m")
-    lengths = joint_lengths(list(zip(known.prompts.tolist(), known.outputs.tolist(), strict=True)), 0)
-    trace = Trace.of({"m": gamma(rate, 1.0, requests / rate, 1)}, lengths)
-    step = StepTime(tuple(0.02 + 3e-5 * n for n in range(513)), 1e-4, 1e-4, 1e-8, 1e-4, 1e-8, 1e-10)
-    table = ModelTable("m", {Parallel(): ShapeTable((2**30,), {1: (0.1,)})})
-    model = SimulatedModel(table, SLO(ttft=2.0, tbt=0.2), step, 100_000)
-    placement = Placement((Group((0,), Parallel(), ("m",)),))
-    one = Problem(Cluster(1, 2**36), [table], [np.inf], trace.arrivals, trace.models)
-    begin = time.process_time()
-    outcome = run_fleet([model], placement, trace, one, 2**36).outcomes
-    seconds = time.process_time() - begin
-    tokens = int(outcome.outputs.sum())
-    return {"rate": rate, "requests": len(trace), "tokens": tokens, "requests_per_s": round(len(trace) / seconds),
-            "tokens_per_s": round(tokens / seconds)}  # fmt: skip
 
 
 def attainment() -> dict:
