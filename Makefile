@@ -12,8 +12,9 @@ serve: install
 	$(BIN)/paceline serve $(ARGS)
 
 test: $(VENV)/test-installed
-	$(BIN)/python -c "import paceline.simulator.fleet, paceline.engine.runner" & compiled=$$!; \
-	$(BIN)/ruff check . && $(BIN)/mypy; linted=$$?; wait $$compiled && exit $$linted
+	$(BIN)/python -c "import paceline.engine.runner" & engine=$$!; \
+	$(BIN)/python -c "import paceline.simulator.fleet" && $(BIN)/ruff check . && $(BIN)/mypy; linted=$$?; \
+	wait $$engine && exit $$linted
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/test-installed

@@ -223,9 +223,9 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
     for i in range(total):
         gap_ends[requests.models[i] + 1] += outputs[i]
     gap_ends = np.cumsum(gap_ends)[:-1]
-    gaps = np.zeros(outputs.sum(), np.float32)
+    gaps = np.empty(outputs.sum(), np.float32)
     room, num_steps = 1024 + outputs.sum(), 0  # pages that are never used take no memory
-    steps, took, left = np.zeros((room, 2), np.int64), np.zeros(room), np.zeros((room, stages))
+    steps, took, left = np.empty((room, 2), np.int64), np.empty(room), np.empty((room, stages))
     queued, able, tried = np.zeros(count, np.int64), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     served, num_turns = np.zeros(count, np.int64), 0
     expected, due = np.zeros(count), np.zeros(count)
