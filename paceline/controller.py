@@ -144,6 +144,8 @@ class Controller:
             lane = min(self._touched)
             self._touched.remove(lane)
             lanes = self._lanes[lane]
+            if not lanes:  # all of its groups have left
+                continue
             events += self._swap(lanes, now)
             while batch := self._next_of(lanes, now):
                 batches.append(batch)
@@ -161,7 +163,7 @@ class Controller:
 
     def _swap(self, lanes: list[int], now: float) -> list[Event]:
         """Has models loaded that are asked for, where the device does not hold all (`batching.residency`)."""
-        slots, events = self.groups[lanes[0]].config.slots if lanes else None, list[Event]()
+        slots, events = self.groups[lanes[0]].config.slots, list[Event]()
         if slots is None:
             return events
         asked = [i for i in lanes if not self.groups[i].resident and self.groups[i].scheduler.num_waiting]

@@ -8,7 +8,7 @@ import pytest
 from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch
-from paceline.core.events import Back, Cancel, Complete, Lost, Submit
+from paceline.core.events import Back, Cancel, Complete, Lost, Retire, Submit
 from paceline.core.request import Request
 from paceline.simulator.driver import FixedOutputs
 
@@ -44,6 +44,16 @@ def test_a_lost_group_s_sequences_go_on_elsewhere_from_what_is_known():
     assert controller.groups[1].scheduler.state.hashes[sequence.slot, :2].tolist() == [77, 78]
     assert controller.turn([Complete(0, second.id, outputs(second))], 3.0) == ([], []), "overtaken"
     assert controller.groups[0].scheduler.num_sequences == 0
+
+
+@pytest.mark.parametrize("slots", [None, 1], ids=["all", "by need"])
+def test_what_comes_for_a_group_that_has_left_disturbs_nobody(slots):
+    """Its workers may be lost while they are being ended; its device has no group any more."""
+    controller = Controller([GroupConfig(("a",), LIMITS, device=n, slots=slots) for n in (0, 1)])
+    assert [e.kind for e in controller.turn([Retire(0)], 0.0)[0]] == ["retired"]
+    assert controller.turn([Lost(0), Back(0)], 1.0) == ([], [])
+    events, (batch,) = controller.turn([Submit(Request("x", 3, 2, model="a"))], 2.0)
+    assert [(e.kind, e.group) for e in events] == [("accepted", 1), ("started", 1)] and batch.group == 1
 
 
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(6, 12))])

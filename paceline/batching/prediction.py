@@ -28,9 +28,17 @@ from paceline.batching.state import (
     TILE,
     TOKEN_BUDGET,
     WANTED,
+    Ints,
     State,
 )
 from paceline.core.request import HELD, KNOWN, LIMIT, PROMPT, SCHEDULED
+
+
+@part
+def _predicted(s: State, shape: Ints) -> float:
+    """Seconds of a step of this shape, at the present pace."""
+    numbers = (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6])
+    return s.factors[PACE] * seconds(s.linear, s.terms, numbers)
 
 
 @part
@@ -49,8 +57,7 @@ def step(s: State, decodes: int, context: int, pending: int) -> tuple[int, float
         width = widest(s.linear, s.terms, limits[TILE], limits[KNEE], limits[MAXIMUM], within, shape, prompts)
         chunk = min(pending, max(1, min(width, limits[TOKEN_BUDGET]) - decodes))
         add_chunk(shape, pending // 2, chunk, True)
-    numbers = (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6])
-    return chunk, s.factors[PACE] * seconds(s.linear, s.terms, numbers)
+    return chunk, _predicted(s, shape)
 
 
 @part
@@ -96,18 +103,10 @@ def first_token(s: State, tokens: int, wanted: float, others: float) -> float:
         return np.inf
     chunk, each = step(s, decodes, context, pending)
     each += others
-    flying = _newest(s) + others if now[FLYING] > 0 else 0.0
+    flying = _predicted(s, s.shape) + others if now[FLYING] > 0 else 0.0  # the newest
     steps = -(-pending // chunk) + _until_room(s, count + 1 - s.limits[MAX_BATCH], needed - num_free(s))
     stages = (s.limits[PIPELINE] - 1) * max(each, flying)  # behind the first; nobody overtakes what is in flight
     return (flying + steps * each + stages) * (1 + s.factors[MARGIN])
-
-
-@part
-def _newest(s: State) -> float:
-    """Seconds that the newest step in flight takes of a stage."""
-    shape = s.shape
-    numbers = (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6])
-    return s.factors[PACE] * seconds(s.linear, s.terms, numbers)
 
 
 @part

@@ -2,8 +2,9 @@
 
 What decides is what decides live: the scheduler (`batching`), and the rules of `batching.sharing` for dispatch and for
 groups that share a device. What is new here is only what `simulator.driver` does, too: the next instant, and at each
-completions first, in the order of the groups, then arrivals, then new steps. A test holds the two to the same tokens at
-the same times; this one is a hundred times as fast, so that planners can ask it.
+completions first, in the order of the groups, then arrivals, then new steps; and that runs of nothing but decodes, in
+which there is nothing to decide, go on by themselves. A test holds the two to the same tokens at the same times, for
+every policy; this one is a hundred times as fast, so that planners can ask it.
 """
 
 # mypy: disable-error-code=no-any-return
@@ -264,16 +265,14 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
                 if num_steps + 64 > len(took):
                     steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
                     left = np.concatenate((left, left))
-                wakes[g], gap_ends[m], more = _decode_on(
+                until_then, gap_ends[m], more = _decode_on(
                     s, times.linear[g, : times.lengths[g]], times.terms[g], times.shares[g], now, until, gaps,
                     gap_ends[m], clocks[lane], took[num_steps:], left[num_steps:],
                 )  # fmt: skip
                 steps[num_steps : num_steps + more, 0], steps[num_steps : num_steps + more, 1] = g, s.now[RUNNING]
                 num_steps += more
-                if more == 0:
-                    wakes[g] = np.inf
-                else:
-                    dirty[lane] = False
+                if more > 0:
+                    wakes[g], dirty[lane] = until_then, False
         while r < total and arrivals[r] == now:
             m, size = requests.models[r], requests.prompts[r]
             for g in range(count):

@@ -109,7 +109,7 @@ def families(tmp_path_factory) -> tuple[dict[str, Path], dict[str, list[list[int
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("parallel", "every"), SHAPES, ids=str)
-async def test_families_in_groups_yields_the_tokens_of_one_device(families, parallel, every):
+async def test_families_in_groups_yield_the_tokens_of_one_device(families, parallel, every):
     """Greedy and seeded, with and without drafts, in chunks, with preemption."""
     paths, expected = families
     limits = dict(max_batch_tokens=BUDGET, max_batch=8, num_blocks=TIGHT, threads=1)
@@ -117,7 +117,7 @@ async def test_families_in_groups_yields_the_tokens_of_one_device(families, para
     asked = {name: requests(checkpoints.SIZE["vocab_size"]) for name in models}
     got, seen = await in_group(models, parallel, asked)
     assert not [name for name in got if got[name] != expected[name]]
-    assert seen.count > 5 / every and seen.accepted > 25 / every
+    assert seen.count > 5 / every and seen.accepted > 20 / every
 
 
 @pytest.mark.timeout(300)
