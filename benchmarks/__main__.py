@@ -14,13 +14,14 @@ NAMES = [
     "tails", "speculation", "drafts", "placement", "alpaserve", "parallel", "dispatch", "loading", "simulation",
 ]  # fmt: skip
 HOURS = ["exactness"]  # only by name
+SHAPES = ["qwen2.5-0.5b", "llama-3.2-1b"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     known = f"of {', '.join(NAMES)}, all by default; or {', '.join(HOURS)}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=known)
-    parser.add_argument("--models", default="qwen2.5-0.5b,llama-3.2-1b", help="shapes, comma-separated")
+    parser.add_argument("--models", help="shapes, comma-separated; by default those that a benchmark has, or two larger")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     for name in options.names:
@@ -28,15 +29,16 @@ def main() -> None:
             parser.error(f"NAME: {name!r} is not one of {', '.join(NAMES + HOURS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or NAMES:
-        module = importlib.import_module(f"benchmarks.{name}")
-        result: dict = {"benchmark": name, "about": module.__doc__.strip().splitlines()[0], "machine": describe()}
-        begin = time.time()
-        for model in getattr(module, "CASES", options.models.split(",")):
+        module, file = importlib.import_module(f"benchmarks.{name}"), options.out / f"{name}.json"
+        result = json.loads(file.read_text()) if file.exists() else {}  # other cases stay
+        result |= {"benchmark": name, "about": module.__doc__.strip().splitlines()[0]}
+        for model in options.models.split(",") if options.models else getattr(module, "CASES", SHAPES):
             print(f"== {name}: {model}", flush=True)
-            result[model] = module.run(model)
-            result["seconds"] = round(time.time() - begin)
-            (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-            print(json.dumps(result[model], indent=1), flush=True)
+            begin, ran = time.time(), {"machine": describe()}
+            figures = module.run(model)
+            result[model] = ran | {"seconds": round(time.time() - begin)} | figures
+            file.write_text(json.dumps(result, indent=1) + "\n")
+            print(json.dumps(figures, indent=1), flush=True)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def run(model: str) -> dict:
 def report(steps: Steps, read: float, peak: float, kind: str, decodes: dict, prompts: dict) -> dict:
     engine = steps.engine
     layers, head = operations(engine)
-    each = engine.decoder.config.kv_bytes_per_token
+    each = engine.cache.token_bytes
     compute = peak if kind == "fp32" else 4 * peak  # VNNI: four int8 products where one of float32 was
     out: dict = {"weight_bytes": engine.info.weight_bytes, "decode": {}, "prefill": {}}
     first = median(decodes[kind, 1])

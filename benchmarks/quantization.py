@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig
-from paceline.engine.kv_cache import KVCache
+from paceline.engine.kv_cache import KVCache, kv_dtype
 from paceline.engine.linear import QUANTIZATIONS, best_kind
 from paceline.engine.model import Decoder, load_decoder
 from paceline.engine.weights import Checkpoint
@@ -26,11 +26,11 @@ BLOCK = 16
 
 
 @torch.inference_mode()
-def logits(decoder: Decoder, tokens: list[int], last: int) -> torch.Tensor:
+def logits(decoder: Decoder, quantization: str, tokens: list[int], last: int) -> torch.Tensor:
     """Of the last `last` of these tokens, [last, vocab]."""
     blocks = -(-len(tokens) // BLOCK)
     plan = plan_step([SliceSpan(0, len(tokens), list(range(blocks)))], decoder.config, BLOCK)
-    cache = KVCache(decoder.config, blocks, BLOCK)
+    cache = KVCache(decoder.config, blocks, BLOCK, dtype=kv_dtype(quantization))
     return decoder.logits(decoder.forward(torch.tensor(tokens), plan, cache, np.zeros(1, np.int64))[-last:])
 
 
@@ -46,7 +46,7 @@ def run(name: str) -> dict:
         piece = stream[max(0, start - STRIDE) : start + STRIDE + 1]
         new = min(STRIDE, len(stream) - 1 - start)
         for quantization, decoder in decoders.items():
-            rows = logits(decoder, piece[:-1], new)
+            rows = logits(decoder, quantization, piece[:-1], new)
             nats[quantization] += float(F.cross_entropy(rows, torch.tensor(piece[-new:]), reduction="sum"))
             best[quantization] = rows.argmax(dim=1)
         agree += int((best["none"] == best["int8"]).sum())

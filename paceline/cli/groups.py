@@ -129,7 +129,7 @@ def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:
     """That so many bytes of each worker hold; None for models without."""
     if model.encoder:
         return None
-    per_token = ModelConfig.load(model.path).kv_bytes_per_token / parallel.devices
+    per_token = ModelConfig.load(model.path).kv_bytes_per_token(model.quantization) / parallel.devices
     return max(1, int(room / (per_token * BLOCK_SIZE)))
 
 

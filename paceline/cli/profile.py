@@ -270,12 +270,10 @@ def batch_table(runner: "ModelRunner", limit: int) -> Table:
     """SARATHI's bound on the batch, floor((M_G - M_S) / (L m_kv)), and what fits with everything else in memory."""
     from paceline.engine.kv_cache import pool_blocks
 
-    info, config = runner.info, runner.decoder.config
-    spec = ModelSpec("", info.weight_bytes, config.kv_bytes_per_token, info.context)
+    info, token_bytes = runner.info, runner.cache.token_bytes
+    spec = ModelSpec("", info.weight_bytes, token_bytes, info.context)
     used = info.planned_bytes - info.kv_bytes
-    blocks = pool_blocks(
-        config.kv_bytes_per_token, info.block_size, used=used, memory=limit, useful_tokens=1 << 60
-    )
+    blocks = pool_blocks(token_bytes, info.block_size, used=used, memory=limit, useful_tokens=1 << 60)
     table = Table(box=None, pad_edge=False, title=f"largest batch in {limit / 2**30:.1f} GiB", title_justify="left")
     for column in ("sequence length", "bound (M_G - M_S) / (L m_kv)", "fits"):
         table.add_column(column, justify="right")

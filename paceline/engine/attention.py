@@ -227,7 +227,7 @@ def _store_in_place(
     weights, eps = norm_addresses(norms), 0.0 if norms is None else norms[0].eps
     kernels.rotate_and_store(
         heads.data_ptr(), heads.shape[0], heads.shape[1] // dims - 2 * kv, kv, dims, *weights, eps, turns.data_ptr(),
-        plan.rows_written.data_ptr(), *cache.addresses[layer], kernels.num_threads(),
+        plan.rows_written.data_ptr(), *cache.addresses[layer], cache.element, kernels.num_threads(),
     )  # fmt: skip
 
 
@@ -241,8 +241,8 @@ def _chunk_in_place(
     stride, kv, dims = heads.stride(0) * 4, cache.kv_heads, cache.head_dim
     kernels.attend_chunk(
         heads.data_ptr() + chunk.begin * stride, stride, chunk.end - chunk.begin, chunk.start, chunk.table.data_ptr(),
-        *cache.addresses[layer], out.shape[1] // dims // kv, kv, cache.block_size, dims, window or 0, dims**-0.5,
-        out.data_ptr() + chunk.begin * out.stride(0) * 4, out.stride(0) * 4, kernels.num_threads(),
+        *cache.addresses[layer], out.shape[1] // dims // kv, kv, cache.block_size, dims, cache.element, window or 0,
+        dims**-0.5, out.data_ptr() + chunk.begin * out.stride(0) * 4, out.stride(0) * 4, kernels.num_threads(),
     )  # fmt: skip
 
 
@@ -251,7 +251,7 @@ def _rows_in_place(heads: Tensor, cache: KVCache, layer: int, rows: Rows, out: T
     kernels.attend_rows(
         heads.data_ptr(), heads.stride(0) * 4, *cache.addresses[layer], rows.index.data_ptr(), rows.table.data_ptr(),
         rows.table.shape[1], rows.low.data_ptr(), rows.high.data_ptr(), rows.index.shape[0], dims**-0.5,
-        out.shape[1] // dims // kv, kv, cache.block_size, dims, kernels.num_threads(), out.data_ptr(),
+        out.shape[1] // dims // kv, kv, cache.block_size, dims, cache.element, kernels.num_threads(), out.data_ptr(),
     )  # fmt: skip
 
 

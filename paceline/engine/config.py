@@ -124,10 +124,9 @@ class ModelConfig:
     sparse: frozenset[int] = frozenset()
     norm_topk: bool = True  # the weights of a token's experts sum to 1
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of key and value in all layers, in float32."""
-        return 2 * 4 * self.layers * self.kv_heads * self.head_dim
+    def kv_bytes_per_token(self, quantization: str = "none") -> int:
+        """Bytes of key and value in all layers: float32, or with "int8" float16."""
+        return 2 * (2 if quantization == "int8" else 4) * self.layers * self.kv_heads * self.head_dim
 
     def weight_bytes(self, quantization: str = "none") -> int:
         """Bytes of the weights that are held: all but the embedding table, which stays in its file.

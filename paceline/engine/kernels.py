@@ -231,6 +231,7 @@ def _fetching(rows, w, nbytes, following):
 
 VECTOR, WHOLE, LONG = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16), ir.IntType(64)
 MASK, LANES = ir.VectorType(ir.IntType(1), 16), ir.Constant(WHOLE, list(range(16)))
+HALVES, SHORTS = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 
 
 def _at(builder, address, offset=0, kind=VECTOR):
@@ -289,6 +290,20 @@ def _store_some(builder, value, address, mask):
     _call(builder, name, none, value, _at(builder, address), ir.IntType(32)(4), mask)
 
 
+def _load_halves(builder, address, mask):
+    """As `_load_some`, of half-precision numbers."""
+    name, zeros = "llvm.masked.load.v16i16.p0", ir.Constant(SHORTS, None)
+    bits = _call(builder, name, SHORTS, _at(builder, address, 0, SHORTS), ir.IntType(32)(2), mask, zeros)
+    return builder.fpext(builder.bitcast(bits, HALVES), VECTOR)
+
+
+def _store_halves(builder, value, address, mask):
+    """As `_store_some`, rounded to half precision."""
+    bits = builder.bitcast(builder.fptrunc(value, HALVES), SHORTS)
+    place, name = _at(builder, address, 0, SHORTS), "llvm.masked.store.v16i16.p0"
+    _call(builder, name, ir.VoidType(), bits, place, ir.IntType(32)(2), mask)
+
+
 def _loop(builder, count, firsts, turn):
     """values = turn(i, values) for i in range(count), count > 0, beginning with `firsts`; returns the last ones."""
     entry, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
@@ -326,6 +341,45 @@ def _by_hand(*kinds):
 def _copy(builder, target, source, nbytes):
     """As C's memcpy: assigning one slice to another loops over single numbers, in case they overlap."""
     cgutils.raw_memcpy(builder, *(_at(builder, place, 0, ir.IntType(8)) for place in (target, source)), nbytes, 1)
+
+
+def _converts(load, store, source_bytes, target_bytes):
+    """convert(target, source, count): so many numbers, in whichever precision `load` and `store` have."""
+
+    @_by_hand(I64, I64, I64)
+    def convert(builder, target, source, count):
+        def some(i, nothing):
+            first = builder.shl(i, LONG(4))
+            mask = _below(builder, builder.sub(count, first))
+            value = load(builder, builder.add(source, builder.mul(first, LONG(source_bytes))), mask)
+            store(builder, value, builder.add(target, builder.mul(first, LONG(target_bytes))), mask)
+            return []
+
+        _loop(builder, builder.lshr(builder.add(count, LONG(15)), LONG(4)), [], some)
+
+    return convert
+
+
+_narrow = _converts(_load_some, _store_halves, 4, 2)
+_widen = _converts(_load_halves, _store_some, 2, 4)
+
+
+@njit(types.void(I64, I64, I64, I64), inline="always", **OPTIONS)
+def _keep(target, source, count, element):
+    """Writes floats as keys or values, of `element` bytes."""
+    if element == 2:
+        _narrow(target, source, count)
+    else:
+        _copy(target, source, count * 4)
+
+
+@njit(types.void(I64, I64, I64, I64), inline="always", **OPTIONS)
+def _recall(target, source, count, element):
+    """Reads keys or values as floats."""
+    if element == 2:
+        _widen(target, source, count)
+    else:
+        _copy(target, source, count * 4)
 
 
 def _exp16(builder, x):
@@ -435,7 +489,11 @@ def _larger(builder, new, old):
     return builder.select(builder.fcmp_ordered(">", new, old), new, old)
 
 
-def _scores_of(rows: int):
+# Keys and values are float32 or half precision: how 16 of them are read, and the power of 2 of an element's bytes.
+ELEMENTS_KEPT = (_load_some, 2), (_load_halves, 1)
+
+
+def _scores_of(rows: int, load, shift: int):
     """score(query, keys, dims, scores): products of query [dims] and keys [rows, dims] to scores[0:rows].
 
     `rows` is a power of 2. Sums of a row run in the same order whatever it is: 16 lanes over dims, then over the lanes.
@@ -445,11 +503,11 @@ def _scores_of(rows: int):
     def score(builder, query, keys, dims, scores):
         def add(i, sums):
             mask = _below(builder, builder.sub(dims, builder.shl(i, LONG(4))))
-            offset, after = builder.shl(i, LONG(6)), []
-            part, place = _load_some(builder, builder.add(query, offset), mask), builder.add(keys, offset)
+            part, after = _load_some(builder, builder.add(query, builder.shl(i, LONG(6))), mask), []
+            place = builder.add(keys, builder.shl(i, LONG(4 + shift)))
             for total in sums:
-                after.append(_fma(builder, part, _load_some(builder, place, mask), total))
-                place = builder.add(place, builder.shl(dims, LONG(2)))
+                after.append(_fma(builder, part, load(builder, place, mask), total))
+                place = builder.add(place, builder.shl(dims, LONG(shift)))
             return after
 
         parts = builder.lshr(builder.add(dims, LONG(15)), LONG(4))
@@ -467,7 +525,9 @@ def _scores_of(rows: int):
     return score
 
 
-_score16, _score4, _score1 = (_scores_of(rows) for rows in (16, 4, 1))
+(_score16, _score4, _score1), (_half_score16, _half_score4, _half_score1) = (
+    [_scores_of(rows, *kept) for rows in (16, 4, 1)] for kept in ELEMENTS_KEPT
+)
 
 
 @_by_hand(I64, I64)
@@ -500,30 +560,36 @@ def _weigh(builder, scores, count):
     _loop(builder, parts, [], share)
 
 
-@_by_hand(*[I64] * 5)
-def _mix(builder, weights, values, count, dims, out):
-    """out[dims] += weights[count] values[count, dims], 64 of them at a time."""
+def _mixes_of(load, shift: int):
+    """mix(weights, values, count, dims, out): out[dims] += weights[count] values[count, dims], 64 of them at a time."""
 
-    def part(i, nothing):
-        first, halves = builder.shl(i, LONG(6)), [LONG(16 * j) for j in range(4)]
-        masks = [_below(builder, builder.sub(dims, builder.add(first, half))) for half in halves]
-        offsets = [builder.shl(builder.add(first, half), LONG(2)) for half in halves]
+    @_by_hand(*[I64] * 5)
+    def mix(builder, weights, values, count, dims, out):
+        def part(i, nothing):
+            firsts = [builder.add(builder.shl(i, LONG(6)), LONG(16 * j)) for j in range(4)]
+            masks = [_below(builder, builder.sub(dims, first)) for first in firsts]
 
-        def add(t, sums):
-            row = builder.add(values, builder.shl(builder.mul(t, dims), LONG(2)))
-            weight = _load(builder, builder.add(weights, builder.shl(t, LONG(2))), 0, ir.FloatType())
-            every, after = _spread(builder, weight), []
-            for offset, mask, total in zip(offsets, masks, sums, strict=True):
-                after.append(_fma(builder, every, _load_some(builder, builder.add(row, offset), mask), total))
-            return after
+            def add(t, sums):
+                row = builder.add(values, builder.shl(builder.mul(t, dims), LONG(shift)))
+                weight = _load(builder, builder.add(weights, builder.shl(t, LONG(2))), 0, ir.FloatType())
+                every, after = _spread(builder, weight), []
+                for first, mask, total in zip(firsts, masks, sums, strict=True):
+                    value = load(builder, builder.add(row, builder.shl(first, LONG(shift))), mask)
+                    after.append(_fma(builder, every, value, total))
+                return after
 
-        places = [builder.add(out, offset) for offset in offsets]
-        before = [_load_some(builder, place, mask) for place, mask in zip(places, masks, strict=True)]
-        for value, place, mask in zip(_loop(builder, count, before, add), places, masks, strict=True):
-            _store_some(builder, value, place, mask)
-        return []
+            places = [builder.add(out, builder.shl(first, LONG(2))) for first in firsts]
+            before = [_load_some(builder, place, mask) for place, mask in zip(places, masks, strict=True)]
+            for value, place, mask in zip(_loop(builder, count, before, add), places, masks, strict=True):
+                _store_some(builder, value, place, mask)
+            return []
 
-    _loop(builder, builder.lshr(builder.add(dims, LONG(63)), LONG(6)), [], part)
+        _loop(builder, builder.lshr(builder.add(dims, LONG(63)), LONG(6)), [], part)
+
+    return mix
+
+
+_mix, _half_mix = (_mixes_of(*kept) for kept in ELEMENTS_KEPT)
 
 
 # Threads that wait for each other: one parallel region holds many steps, since to start one costs 10 to 50 us.
@@ -742,9 +808,9 @@ def _turn16(builder, pairs, turn):
     _store(builder, _pick(builder, *both, lanes + lanes % 2 * 16), pairs)
 
 
-@njit(types.void(*[I64] * 6, F32, *[I64] * 6), **OPTIONS)
+@njit(types.void(*[I64] * 6, F32, *[I64] * 7), **OPTIONS)
 def _rotate_rows(
-    heads, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, begin, end
+    heads, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, element, begin, end
 ):
     width = (q_heads + 2 * kv_heads) * dims * 4
     for row in range(begin, end):
@@ -764,26 +830,31 @@ def _rotate_rows(
                 pairs[i] = real * turn[i] - imaginary * turn[i + 1]
                 pairs[i + 1] = real * turn[i + 1] + imaginary * turn[i]
             if head >= q_heads:
-                _copy(keys + place[head - q_heads] * dims * 4, address, dims * 4)
+                _keep(keys + place[head - q_heads] * dims * element, address, dims, element)
         for head in range(kv_heads):
             address = heads + row * width + (q_heads + kv_heads + head) * dims * 4
-            _copy(values + place[head] * dims * 4, address, dims * 4)
+            _keep(values + place[head] * dims * element, address, dims, element)
 
 
 @njit(parallel=True, **OPTIONS)  # compiled when first called: `decoder_layers` does without
 def rotate_and_store(
-    heads, rows, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, threads
+    heads, rows, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, element, threads
 ):
     """heads [rows, q_heads + 2 kv_heads, dims]: queries and keys normed (unless 0) and rotated, keys and values stored.
 
-    turns [rows, dims / 2] complex; where [rows, kv_heads]: rows of dims in the layer's keys and values.
+    turns [rows, dims / 2] complex; where [rows, kv_heads]: rows of dims in the layer's keys and values, whose numbers
+    have `element` bytes.
     """
     if rows < ALONE:
-        _rotate_rows(heads, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, 0, rows)
+        _rotate_rows(
+            heads, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, element, 0, rows
+        )
     else:
         for t in prange(threads):
             begin, end = rows * t // threads, rows * (t + 1) // threads
-            _rotate_rows(heads, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, begin, end)
+            _rotate_rows(
+                heads, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, element, begin, end
+            )
 
 
 @njit(I64(I64), inline="always", **OPTIONS)
@@ -792,32 +863,32 @@ def scores_of(count):
     return (count + 15) // 16 * 16 + 16
 
 
-@njit(types.void(*[I64] * 5), **OPTIONS)
-def _score(query, keys, count, dims, scores):
+@njit(types.void(*[I64] * 6), **OPTIONS)
+def _score(query, keys, count, dims, element, scores):
     """Products of query [dims] with keys [count, dims] to scores[0:count]."""
-    row = 0
+    row, half = 0, element == 2
     while row < count:
-        here, place = keys + row * dims * 4, scores + row * 4
+        here, place = keys + row * dims * element, scores + row * 4
         if count - row >= 16:
-            _score16(query, here, dims, place)
+            _half_score16(query, here, dims, place) if half else _score16(query, here, dims, place)
             row += 16
         elif count - row >= 4:
-            _score4(query, here, dims, place)
+            _half_score4(query, here, dims, place) if half else _score4(query, here, dims, place)
             row += 4
         else:
-            _score1(query, here, dims, place)
+            _half_score1(query, here, dims, place) if half else _score1(query, here, dims, place)
             row += 1
 
 
-@njit(types.void(*[I64] * 13), **OPTIONS)
-def _one_head(query, keys, values, table, head, kv_heads, low, high, size, scores, out, group, dims):
+@njit(types.void(*[I64] * 14), **OPTIONS)
+def _one_head(query, keys, values, table, head, kv_heads, low, high, size, scores, out, group, dims, element):
     """One token's query heads of one key-value head over tokens [low, high); adds to out [group, dims].
 
     While a block is in use the next one's lines are fetched, a share with every head: all at once would be more than a
     core can wait for, and stop it. A single head fetches the first ones, where the processor's own fetching is late.
     """
     first, last, width = low // size, (high - 1) // size, scores_of(high - low)
-    places, block = carray(_longs(table), (last + 1,)), size * dims * 4
+    places, block = carray(_longs(table), (last + 1,)), size * dims * element
     share = min(8, (block // LINE + group - 1) // group) * LINE
     for part in (keys, values):
         for b in range(first, last + 1):
@@ -825,24 +896,26 @@ def _one_head(query, keys, values, table, head, kv_heads, low, high, size, score
             following = part + (places[b + 1] * kv_heads + head) * block if b < last else 0
             if b == last and part == keys:
                 following = values + (places[first] * kv_heads + head) * block
-            here += part + (begin - b * size) * dims * 4
+            here += part + (begin - b * size) * dims * element
             for g in range(group):
                 if following != 0:
                     for offset in range(g * share, (g + 1) * share, LINE):
                         _fetch_to_read(following + offset)
                 score = scores + (g * width + begin - low) * 4
                 if part == keys:
-                    _score(query + g * dims * 4, here, end - begin, dims, score)
+                    _score(query + g * dims * 4, here, end - begin, dims, element, score)
+                elif element == 2:
+                    _half_mix(score, here, end - begin, dims, out + g * dims * 4)
                 else:
                     _mix(score, here, end - begin, dims, out + g * dims * 4)
         for g in range(group if part == keys else 0):
             _weigh(scores + g * width * 4, high - low)
 
 
-@njit(types.void(*[I64] * 12, F32, *[I64] * 8), **OPTIONS)
+@njit(types.void(*[I64] * 12, F32, *[I64] * 9), **OPTIONS)
 def _some_rows(
     t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads, size, dims,
-    out, out_stride, query, scores,
+    element, out, out_stride, query, scores,
 ):  # fmt: skip
     """A thread's share of `attend_rows`; `query` and `scores` are its own: group * dims, group * scores_of(longest)."""
     row_of = carray(_longs(index), (rows,))
@@ -857,14 +930,14 @@ def _some_rows(
         carray(_floats(target), (group * dims,))[:] = np.float32(0.0)
         _one_head(
             query, keys, values, table + row * width * 8, head, kv_heads, begin[row], end[row], size, scores, target,
-            group, dims,
+            group, dims, element,
         )  # fmt: skip
 
 
 @njit(parallel=True, **OPTIONS)  # compiled when first called: `decoder_layers` does without
 def attend_rows(
-    queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads, size, dims, threads,
-    out,
+    queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads, size, dims, element,
+    threads, out,
 ):  # fmt: skip
     """Single tokens: queries[index[i]] over tokens [low[i], high[i]) of table[i] [width], to out[index[i]].
 
@@ -876,7 +949,7 @@ def attend_rows(
         own = np.empty(group * (dims + scores_of(longest)), np.float32)
         _some_rows(
             t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads,
-            size, dims, out, kv_heads * group * dims * 4, own.ctypes.data, own.ctypes.data + group * dims * 4,
+            size, dims, element, out, kv_heads * group * dims * 4, own.ctypes.data, own.ctypes.data + group * dims * 4,
         )  # fmt: skip
 
 
@@ -915,10 +988,10 @@ def _transpose16(builder, sources, offset, scale, target):
         _store(builder, row, target, 4 * COLUMNS * i)
 
 
-@njit(types.void(*[I64] * 12, F32, *[I64] * 3), **OPTIONS)
+@njit(types.void(*[I64] * 13, F32, *[I64] * 3), **OPTIONS)
 def _attend_block(
-    queries, stride, count, start, table, keys, values, block_stride, group, size, dims, window, scale, out, out_stride,
-    work,
+    queries, stride, count, start, table, keys, values, block_stride, group, size, dims, element, window, scale, out,
+    out_stride, work,
 ):  # fmt: skip
     """One block of queries of one key-value head. Scores are [keys, 32 queries]: all that follows is in 32 columns."""
     rows, last, spare = count * group, start + count, (dims + COLUMNS - 1) // COLUMNS * COLUMNS
@@ -951,9 +1024,9 @@ def _attend_block(
     for first in range(begin, last, KEYS):
         width = min(KEYS, last - first)
         for j in range(width):
-            at = places[(first + j) // size] * block_stride + (first + j) % size * dims * 4
-            _copy(key + j * key_stride, keys + at, dims * 4)
-            _copy(value + j * spare * 4, values + at, dims * 4)
+            at = places[(first + j) // size] * block_stride + (first + j) % size * dims * element
+            _recall(key + j * key_stride, keys + at, dims, element)
+            _recall(value + j * spare * 4, values + at, dims, element)
         if width % 2:  # products take keys by two; this one's weight will be 0
             carray(_floats(value + width * spare * 4), (spare,))[:] = np.float32(0.0)
         for panel in range(panels):
@@ -996,28 +1069,28 @@ def block_floats(group, dims):
     return rows * (dims + spare + 2) + KEYS * (COLUMNS + dims + LINE // 4 + spare) + COLUMNS
 
 
-@njit(types.void(*[I64] * 14, F32, *[I64] * 3), **OPTIONS)
+@njit(types.void(*[I64] * 15, F32, *[I64] * 3), **OPTIONS)
 def _some_blocks(
-    t, threads, queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, window, scale, out,
-    out_stride, work,
+    t, threads, queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, element, window, scale,
+    out, out_stride, work,
 ):  # fmt: skip
     """A thread's share of `attend_chunk`; `work` is its own, `block_floats` of zeros or finite numbers."""
     per = max(QUERIES, BLOCK_ROWS // group)  # tokens of a block
-    blocks = (count + per - 1) // per
+    blocks, lines = (count + per - 1) // per, size * dims * element  # bytes of a head in a block of the cache
     for item in range(t, blocks * kv_heads, threads):
         block, head = blocks - 1 - item // kv_heads, item % kv_heads  # longest first
         first = block * per
         _attend_block(
             queries + first * stride + head * group * dims * 4, stride, min(per, count - first), start + first, table,
-            keys + head * size * dims * 4, values + head * size * dims * 4, kv_heads * size * dims * 4, group, size,
-            dims, window, scale, out + first * out_stride + head * group * dims * 4, out_stride, work,
+            keys + head * lines, values + head * lines, kv_heads * lines, group, size, dims, element, window, scale,
+            out + first * out_stride + head * group * dims * 4, out_stride, work,
         )  # fmt: skip
 
 
 @njit(parallel=True, **OPTIONS)  # compiled when first called: `decoder_layers` does without
 def attend_chunk(
-    queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, window, scale, out, out_stride,
-    threads,
+    queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, element, window, scale, out,
+    out_stride, threads,
 ):  # fmt: skip
     """A chunk: queries [count, ...] at positions from `start` on, causal, the last `window` tokens unless that is 0.
 
@@ -1028,8 +1101,8 @@ def attend_chunk(
     for t in prange(threads):
         work = np.zeros(block_floats(group, dims), np.float32)
         _some_blocks(
-            t, threads, queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, window, scale,
-            out, out_stride, work.ctypes.data,
+            t, threads, queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, element,
+            window, scale, out, out_stride, work.ctypes.data,
         )  # fmt: skip
 
 
@@ -1038,7 +1111,7 @@ def attend_chunk(
 # Columns of a layer's line in the table of addresses, and of a window's and a chunk's line in a step's plan.
 QKV, OUT, GATE_UP, DOWN = 0, 3, 6, 9  # weights, their scales (or 0), bias
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM, LAYER_KEYS, LAYER_VALUES, LAYER_WINDOW, LAYER_FIELDS = range(12, 20)
-HIDDEN, INNER, Q_HEADS, KV_HEADS, DIMS, SIZE_, SHAPE_FIELDS = range(7)
+HIDDEN, INNER, Q_HEADS, KV_HEADS, DIMS, SIZE_, ELEMENT, SHAPE_FIELDS = range(8)  # the last: bytes of a kept number
 WINDOW, ROW_INDEX, ROW_TABLE, ROW_WIDTH, ROW_LOW, ROW_HIGH, ROW_COUNT, ROW_LONGEST, PLAN_FIELDS = range(9)
 CHUNK_BEGIN, CHUNK_COUNT, CHUNK_START, CHUNK_TABLE, CHUNK_FIELDS = range(5)
 X, TURNS, WHERE, HEADS, MIXED, INSIDE, SPACE, PROGRESS, BUFFER_FIELDS = range(9)
@@ -1050,6 +1123,7 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
     """A thread's share of `decoder_layers`, in the order of the model."""
     hidden, inner, q_heads, kv_heads, dims = shape[HIDDEN], shape[INNER], shape[Q_HEADS], shape[KV_HEADS], shape[DIMS]
     width, group, scale = (q_heads + 2 * kv_heads) * dims, q_heads // kv_heads, np.float32(1.0 / np.sqrt(dims))
+    size, element = shape[SIZE_], shape[ELEMENT]
     mixed_stride, inside_stride = q_heads * dims * 4 + LINE, inner * 4 + LINE
     x, heads, mixed, inside = buffers[X], buffers[HEADS], buffers[MIXED], buffers[INSIDE]
     gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
@@ -1069,13 +1143,13 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
             )  # fmt: skip
         _rotate_rows(
             heads, q_heads, kv_heads, dims, layer[Q_NORM], layer[K_NORM], eps, buffers[TURNS], buffers[WHERE], keys,
-            values, begin, end,
+            values, element, begin, end,
         )  # fmt: skip
         turn = _wait(gate, turn, threads)
         if plan[ROW_COUNT]:
             _some_rows(
                 t, threads, heads, width * 4, keys, values, plan[ROW_INDEX], plan[ROW_TABLE], plan[ROW_WIDTH],
-                plan[ROW_LOW], plan[ROW_HIGH], plan[ROW_COUNT], scale, group, kv_heads, shape[SIZE_], dims, mixed,
+                plan[ROW_LOW], plan[ROW_HIGH], plan[ROW_COUNT], scale, group, kv_heads, size, dims, element, mixed,
                 mixed_stride, mine.ctypes.data, mine.ctypes.data + group * dims * 4,
             )  # fmt: skip
         for number in range(chunks.shape[0]):
@@ -1083,7 +1157,7 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
             first = chunk[CHUNK_BEGIN]
             _some_blocks(
                 t, threads, heads + first * width * 4, width * 4, chunk[CHUNK_COUNT], chunk[CHUNK_START],
-                chunk[CHUNK_TABLE], keys, values, group, kv_heads, shape[SIZE_], dims, plan[WINDOW], scale,
+                chunk[CHUNK_TABLE], keys, values, group, kv_heads, size, dims, element, plan[WINDOW], scale,
                 mixed + first * mixed_stride, mixed_stride, work.ctypes.data,
             )  # fmt: skip
         turn = _wait(gate, turn, threads)

@@ -1,6 +1,6 @@
 """The paged key-value pool and how much memory there is for it.
 
-    layer i:  keys[i], values[i]  [num_blocks, kv_heads, block_size, head_dim] float32
+    layer i:  keys[i], values[i]  [num_blocks, kv_heads, block_size, head_dim] float32, or float16 beside int8 weights
     a token at position p of a sequence with block table t lies in block t[p // block_size], row p % block_size
 
 The rows of one head in one block lie together: attention reads them as one stream, head by head.
@@ -29,22 +29,24 @@ class KVCache:
     `lends` takes memory when blocks are written, until `give_back`."""
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu", lends: bool = False
-    ):
+        self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu", lends: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):  # fmt: skip
         shape = (config.layers, 2, num_blocks, config.kv_heads, block_size, config.head_dim)
         self._memory: mmap.mmap | None = None
         if lends:
-            self._memory, pool = pages.reserved(shape)
+            self._memory, pool = pages.reserved(shape, dtype)
         elif device == "cpu":
-            pool = pages.zeros(shape).zero_()
+            pool = pages.zeros(shape, dtype).zero_()
         else:
-            pool = torch.zeros(shape, dtype=torch.float32, device=device)
+            pool = torch.zeros(shape, dtype=dtype, device=device)
         self._use(pool)
 
     def _use(self, pool: Tensor) -> None:
         """pool: [layers, 2, num_blocks, kv_heads, block_size, head_dim]."""
-        self.pool = pool
+        self.pool, self.element = pool, pool.element_size()
         self.num_blocks, self.kv_heads, self.block_size, self.head_dim = pool.shape[2:]
+        self.token_bytes = pool.nbytes // (self.num_blocks * self.block_size)
         # Each layer's keys and values, made once: by row, by the rows of a head in a block, and as addresses.
         self.rows = [tuple(part.view(-1, self.head_dim) for part in layer) for layer in self.pool]
         width = self.block_size * self.head_dim
@@ -69,12 +71,13 @@ class KVCache:
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [tokens, kv_heads, head_dim] at `rows`, [tokens * kv_heads] from `token_rows`."""
         for pool, new in zip(self.rows[layer], (keys, values), strict=True):
-            pool.index_copy_(0, rows, new.reshape(-1, new.shape[-1]))
+            pool.index_copy_(0, rows, new.reshape(-1, new.shape[-1]).to(pool.dtype))
 
     def gather(self, layer: int, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the blocks in `index` [kv_heads * n] from `block_rows`: [kv_heads, n * size, dim]."""
+        """Keys and values of the blocks in `index` [kv_heads * n] from `block_rows`: [kv_heads, n * size, dim], as
+        float32."""
         keys, values = (
-            pool.index_select(0, index).view(self.kv_heads, -1, rows.shape[1])
+            pool.index_select(0, index).float().view(self.kv_heads, -1, rows.shape[1])
             for pool, rows in zip(self.head_blocks[layer], self.rows[layer], strict=True)
         )
         return keys, values
@@ -91,9 +94,14 @@ def block_rows(blocks: Tensor, kv_heads: int) -> Tensor:
     return blocks[..., None, :] * kv_heads + torch.arange(kv_heads)[:, None]
 
 
-def can_lend(config: ModelConfig, block_size: int, device: str) -> bool:
+def kv_dtype(quantization: str) -> torch.dtype:
+    """Of keys and values: half precision where weights and activations are rounded to int8 anyway."""
+    return torch.float16 if quantization == "int8" else torch.float32
+
+
+def can_lend(config: ModelConfig, block_size: int, device: str, dtype: torch.dtype = torch.float32) -> bool:
     """Whether the memory of a block can be given back: keys, and values, of a layer have to be whole pages."""
-    piece = 4 * config.kv_heads * block_size * config.head_dim
+    piece = dtype.itemsize * config.kv_heads * block_size * config.head_dim
     return device == "cpu" and pages.LINUX and config.layers > 0 and piece % mmap.PAGESIZE == 0
 
 

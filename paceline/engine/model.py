@@ -151,7 +151,10 @@ class Decoder:
         plans, chunks = plan.lines()
         tensors = (x, turns, plan.rows_written, heads, mixed, inside)
         memory = [*(tensor.data_ptr() for tensor in tensors), kernels.workspace(space), progress.ctypes.data]
-        shape = (config.hidden, config.intermediate, config.heads, config.kv_heads, config.head_dim, cache.block_size)
+        shape = (
+            config.hidden, config.intermediate, config.heads, config.kv_heads, config.head_dim, cache.block_size,
+            cache.element,
+        )  # fmt: skip
         kernels.decoder_layers(
             rows, config.norm_eps, layers, np.array(shape), plans, chunks, np.array(memory), own_space, threads
         )

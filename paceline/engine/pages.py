@@ -28,14 +28,14 @@ def zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float3
     return whole[begin : begin + nbytes].view(dtype).view(shape)
 
 
-def reserved(shape: tuple[int, ...] | torch.Size) -> tuple[mmap.mmap, Tensor]:
+def reserved(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> tuple[mmap.mmap, Tensor]:
     """Zeros in small pages, which `madvise(MADV_DONTNEED)` returns to the system one by one, and the memory itself.
 
     A large page of which a part is returned stays whole until the system is short of memory.
     """
-    memory = _mapped(4 * torch.Size(shape).numel())
+    memory = _mapped(dtype.itemsize * torch.Size(shape).numel())
     memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return memory, torch.frombuffer(memory, dtype=torch.float32).view(shape)
+    return memory, torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _mapped(nbytes: int) -> mmap.mmap:

@@ -88,7 +88,7 @@ def roofline(runner: ModelRunner, quantization: str) -> Roofline:
         token_flop=2 * weights,
         emit_flop=2 * config.hidden * config.vocab_size,
         pair_flop=4 * config.layers * config.heads * config.head_dim,
-        kv_bytes=config.kv_bytes_per_token,
+        kv_bytes=runner.cache.token_bytes,
         bandwidth=machine.bandwidth(),
         peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(),
         expert_bytes=expert_bytes,

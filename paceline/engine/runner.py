@@ -28,7 +28,7 @@ from paceline.engine.drafters import KEPT_ROWS, Drafter, InTurn, PromptLookup, T
 from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job, in_parts
 from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
-from paceline.engine.kv_cache import KVCache, MemoryPlan, can_lend, pool_blocks, resident_bytes
+from paceline.engine.kv_cache import KVCache, MemoryPlan, can_lend, kv_dtype, pool_blocks, resident_bytes
 from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.parallel import Part, Peers, Place, part_of
@@ -146,11 +146,13 @@ class ModelRunner:
             # distributions kept, and what a verdict makes of those of target and draft
             activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
         weights = sum(part.weight_bytes(quantization) for part in parts)
-        lends = lent is not None and all(can_lend(part.config, block_size, device) for part in parts)
+        dtype, block_bytes = kv_dtype(quantization), block_size * _token_bytes(parts, quantization)
+        lends = lent is not None and all(can_lend(part.config, block_size, device, dtype) for part in parts)
         if num_blocks is None:
             sizes = partial(
-                _blocks, parts, block_size, memory=memory, useful_tokens=max_batch * context, device=device, peers=peers
-            )
+                _blocks, block_bytes // block_size, block_size, memory=memory, useful_tokens=max_batch * context,
+                device=device, peers=peers,
+            )  # fmt: skip
             used = baseline + weights + activations + reserve
             num_blocks = sizes(used=used + (lent or 0), share=share)
             most_blocks = sizes(used=used) if lent is not None else None
@@ -167,8 +169,8 @@ class ModelRunner:
             )
             read += checkpoint.total_bytes
         pages.trim_heap()
-        caches = [KVCache(part.config, most_blocks or num_blocks, block_size, device, lends) for part in parts]
-        block_bytes = _token_bytes(parts) * block_size
+        pool = most_blocks or num_blocks, block_size, device, lends, dtype
+        caches = [KVCache(part.config, *pool) for part in parts]
         plan = MemoryPlan(baseline, weights, num_blocks * block_bytes, activations)
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(
@@ -445,15 +447,14 @@ class ModelRunner:
 
 
 def _blocks(
-    parts: list[Part], block_size: int, *, used: int, share: float = 1.0, memory: int | None, useful_tokens: int,
+    token_bytes: int, block_size: int, *, used: int, share: float = 1.0, memory: int | None, useful_tokens: int,
     device: str, peers: Peers | None,
 ) -> int:  # fmt: skip
     """`pool_blocks`, of the worker of a group that has room for the fewest. Raises ModelError at all of them."""
     fault, blocks = None, 0
     try:
         blocks = pool_blocks(
-            _token_bytes(parts), block_size, used=used, memory=memory, useful_tokens=useful_tokens, share=share,
-            device=device,
+            token_bytes, block_size, used=used, memory=memory, useful_tokens=useful_tokens, share=share, device=device,
         )  # fmt: skip
     except ModelError as error:
         fault = error
@@ -464,8 +465,8 @@ def _blocks(
     return blocks
 
 
-def _token_bytes(parts: list[Part]) -> int:
-    return max(1, sum(part.config.kv_bytes_per_token for part in parts))
+def _token_bytes(parts: list[Part], quantization: str) -> int:
+    return max(1, sum(part.config.kv_bytes_per_token(quantization) for part in parts))
 
 
 def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:

@@ -88,5 +88,5 @@ def test_where_memory_is_short_models_are_loaded_by_need(tmp_path):
     group = worker_group(models, LIMITS | {"memory": OVERHEAD + room})
     assert [(model.slots, model.resident) for model in group.models] == [(1, True), (1, False)]
     options = json.loads(group.command(Seat(0, "", (None, None), (True, False), True))[-1])["models"]
-    per_block = 16 * ModelConfig.load(models[0].path).kv_bytes_per_token
+    per_block = 16 * ModelConfig.load(models[0].path).kv_bytes_per_token()
     assert options[0]["num_blocks"] == (room - size) // per_block and not options[0]["lends"]

@@ -54,9 +54,11 @@ def unturned(tokens: int, dims: int = 8) -> torch.Tensor:
     return torch.ones(tokens, 1, dims // 2, dtype=torch.complex64)
 
 
-def mixed_step(model: ModelConfig, parts: list[tuple[int, int]], blocks: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+def mixed_step(
+    model: ModelConfig, parts: list[tuple[int, int]], dtype: torch.dtype, blocks: int = 64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What `attend` gives for slices (start, length) of random sequences, and what it should."""
-    cache, generator = KVCache(model, blocks, 4), torch.Generator().manual_seed(2)
+    cache, generator = KVCache(model, blocks, 4, dtype=dtype), torch.Generator().manual_seed(2)
     free = torch.randperm(blocks, generator=generator).tolist()
     spans, heads, expected = [], [], []
     for start, length in parts:
@@ -67,32 +69,38 @@ def mixed_step(model: ModelConfig, parts: list[tuple[int, int]], blocks: int = 6
             cache.write(0, written(start, table, model.kv_heads), k[:start], v[:start])
         spans.append(SliceSpan(start, length, table))
         heads.append(torch.cat([q, k[start:], v[start:]], dim=1).flatten(1))
-        expected.append(plain_attention(q, k, v, start, model.windows[0]))
+        expected.append(plain_attention(q, k.to(dtype).float(), v.to(dtype).float(), start, model.windows[0]))
     plan, whole = plan_step(spans, model, 4), torch.cat(heads)
     got = attend(whole, unturned(whole.shape[0], model.head_dim), None, cache, 0, model.windows[0], plan)
     return got, torch.cat(expected).flatten(1)
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+
+
+@DTYPES
 @pytest.mark.parametrize("way", ["in-place", "rows-in-place", "gathered"])
 @pytest.mark.parametrize("window", [None, 1, 5, 16, 1000])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (7, 1)])
 def test_attention_of_a_mixed_step(
-    heads: tuple[int, int], window: int | None, way: str, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int], window: int | None, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "gathered":
         monkeypatch.setattr(attention, "kernels", None)
     elif way == "rows-in-place" and attention.kernels:  # as on a processor without AVX-512
         monkeypatch.setattr(attention.kernels, "HAS_AVX512", False)
     parts = [(0, 20), (13, 30), (40, 1), (0, 1), (25, 6), (31, 1), (3, 9)]
-    got, expected = mixed_step(config(window, *heads), parts)
+    got, expected = mixed_step(config(window, *heads), parts, dtype)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@DTYPES
 @pytest.mark.parametrize("window", [None, 100, 130])
 @pytest.mark.parametrize("dims", [8, 64, 80])
 @pytest.mark.parametrize("heads", [(6, 2), (2, 2)])
-def test_attention_of_long_chunks(heads: tuple[int, int], dims: int, window: int | None) -> None:
-    got, expected = mixed_step(config(window, *heads, dims), [(0, 129), (300, 150), (127, 33), (256, 128)], 400)
+def test_attention_of_long_chunks(heads: tuple[int, int], dims: int, window: int | None, dtype: torch.dtype) -> None:
+    parts = [(0, 129), (300, 150), (127, 33), (256, 128)]
+    got, expected = mixed_step(config(window, *heads, dims), parts, dtype, 400)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
 
@@ -114,11 +122,12 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks() -> None:
         assert torch.equal(run(*cuts), whole)
 
 
+@DTYPES
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("dims", [8, 24, 64])  # turned one by one, by 16, and both
 @pytest.mark.parametrize("normed", [False, True])
 def test_both_ways_to_norm_rotate_and_store_agree(
-    normed: bool, dims: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    normed: bool, dims: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator, model = torch.Generator().manual_seed(4), config(None, 6, 2, dims)
     heads, ones = torch.randn(rows, 10 * dims, generator=generator), torch.ones(rows, 1, dims // 2)
@@ -127,12 +136,12 @@ def test_both_ways_to_norm_rotate_and_store_agree(
     results = []
     for module in (attention.kernels, None):
         monkeypatch.setattr(attention, "kernels", module)
-        cache, own = KVCache(model, 30, 4), heads.clone()
+        cache, own = KVCache(model, 30, 4, dtype=dtype), heads.clone()
         attend(own, turns, norms, cache, 1, None, plan_step([SliceSpan(3, rows, list(range(20, 9, -1)))], model, 4))
         results.append((own, cache.pool))
     assert results[0][1].any() and not torch.equal(results[0][0], heads)
     for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=max(1e-5, torch.finfo(ours.dtype).eps), atol=1e-5)
 
 
 def last_token(keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -200,25 +209,26 @@ def test_memory_of_blocks_comes_back_and_that_of_their_neighbours_stays() -> Non
 
 
 def test_the_pool_takes_what_memory_leaves() -> None:
-    block = config().kv_bytes_per_token * 4
-    assert block == 2 * 2 * 2 * 8 * 4 * 4
-    assert pool_blocks(config().kv_bytes_per_token, 4, used=1000, memory=1000 + 7 * block + 5, useful_tokens=10**6) == 7
-    assert pool_blocks(config().kv_bytes_per_token, 4, used=1000, memory=10**9, useful_tokens=9) == 3
+    token = config().kv_bytes_per_token()
+    block = token * 4
+    assert block == 2 * 2 * 2 * 8 * 4 * 4 == 2 * config().kv_bytes_per_token("int8") * 4
+    assert pool_blocks(token, 4, used=1000, memory=1000 + 7 * block + 5, useful_tokens=10**6) == 7
+    assert pool_blocks(token, 4, used=1000, memory=10**9, useful_tokens=9) == 3
 
 
 def test_the_default_pool_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    block = config().kv_bytes_per_token * 4
+    block = config().kv_bytes_per_token() * 4
     monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 1 << 50)
-    most = pool_blocks(config().kv_bytes_per_token, 4, used=0, memory=None, useful_tokens=10**12)
+    most = pool_blocks(config().kv_bytes_per_token(), 4, used=0, memory=None, useful_tokens=10**12)
     assert most == kv_cache.DEFAULT_POOL // block
     monkeypatch.setattr(kv_cache, "available_bytes", lambda device: 100 * block)
     used = resident_bytes() + 20 * block
-    assert 60 <= pool_blocks(config().kv_bytes_per_token, 4, used=used, memory=None, useful_tokens=10**12) <= 80
+    assert 60 <= pool_blocks(config().kv_bytes_per_token(), 4, used=used, memory=None, useful_tokens=10**12) <= 80
 
 
 def test_too_little_memory_is_said_at_the_start() -> None:
     with pytest.raises(ModelError, match="not enough memory: 1 MiB are needed beside the KV cache and 0 MiB remain"):
-        pool_blocks(config().kv_bytes_per_token, 4, used=1 << 20, memory=1 << 20, useful_tokens=100)
+        pool_blocks(config().kv_bytes_per_token(), 4, used=1 << 20, memory=1 << 20, useful_tokens=100)
 
 
 def test_resident_bytes_sees_this_process() -> None:

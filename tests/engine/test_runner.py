@@ -184,7 +184,7 @@ def test_info_and_limits(model: tuple, runner: ModelRunner) -> None:
     info = runner.info
     assert (info.num_blocks, info.block_size, info.context) == (128, BLOCK, 512)
     config = runner.decoder.config
-    assert info.kv_bytes == 128 * BLOCK * config.kv_bytes_per_token
+    assert info.kv_bytes == 128 * BLOCK * config.kv_bytes_per_token()
     held = sum(value.numel() for name, value in model[1].state_dict().items() if name != "lm_head.weight")
     assert info.weight_bytes == config.weight_bytes() == 4 * held  # the head in memory, the embedding in its file
     assert info.planned_bytes > info.weight_bytes + info.kv_bytes
