@@ -21,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     known = f"of {', '.join(NAMES)}, all by default; or {', '.join(HOURS)}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=known)
-    parser.add_argument("--models", help="shapes, comma-separated; by default those that a benchmark has, or two larger")
+    parser.add_argument("--models", help="shapes or cases, comma-separated; default: all of a benchmark")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     for name in options.names:

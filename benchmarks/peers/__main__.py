@@ -26,6 +26,7 @@ from benchmarks.peers.process import Cannot, Process
 OURS = "paceline"
 ENGINES: dict[str, tuple[str, dict]] = {  # name: module, options
     OURS: ("ours", {"budget": 256}),
+    "paceline-72": ("ours", {"budget": 72}),
     "paceline-2048": ("ours", {"budget": 2048}),
     "openvino": ("openvino", {"budget": 256}),
     "openvino-llm": ("openvino", {"pipeline": "llm"}),
@@ -39,6 +40,7 @@ ENGINES: dict[str, tuple[str, dict]] = {  # name: module, options
 SHAPES = ["qwen2.5-0.5b", "llama-3.2-1b", "small"]
 PRECISIONS = ["fp32", "int8"]
 ROWS = ["prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32", "mixed"]
+ONLY = {"paceline-72": "mixed"}  # what such narrow steps are for
 CONTEXT, DECODED = 64, 24
 LOWER_IS_BETTER = {"mean_ttft_s", "p99_tbt_s"}
 WORKING = 3 << 29  # bytes of an engine besides its weights: KV cache, activations, libraries
@@ -105,6 +107,9 @@ class Case:
                         self.about[name] = group[name].about
                     except Cannot as error:
                         self.cannot[name] = dict.fromkeys(self.rows, str(error))
+                    if name in ONLY:
+                        others = (row for row in self.rows if row != ONLY[name])
+                        self.cannot[name] |= dict.fromkeys(others, f"only for {ONLY[name]}")
                     print(f"  {name}: {self.about.get(name) or next(iter(self.cannot[name].values()))}", flush=True)
                 for turn in range(-1, max(rounds, mixed_rounds)):  # the first is to warm up
                     for row in self.rows:
