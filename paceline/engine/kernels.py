@@ -24,6 +24,11 @@ from numba import carray, njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from paceline.engine.addresses import floats as _floats
+from paceline.engine.addresses import ints as _ints
+from paceline.engine.addresses import longs as _longs
+from paceline.engine.addresses import octets as _bytes
+
 if platform.machine() not in ("x86_64", "AMD64"):
     raise ImportError("these kernels are written for x86-64")  # torch's operators take their place
 binding.initialize_native_asmparser()
@@ -55,25 +60,6 @@ OPTIONS = {**EXACT, "fastmath": FAST}
 EXP = tuple(np.float32(c) for c in (
     1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
 ))  # fmt: skip
-
-
-# Memory by address
-
-
-def _pointer(element):
-    @intrinsic
-    def pointer(context, address):
-        kind = types.CPointer(element)
-
-        def generate(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], context.get_value_type(kind))
-
-        return kind(types.int64), generate
-
-    return pointer
-
-
-_floats, _ints, _bytes, _longs = (_pointer(kind) for kind in (types.float32, types.int32, types.uint8, types.int64))
 
 
 @intrinsic

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
-from paceline.engine import attention, experts, pages, sampler
+from paceline.engine import attention, experts, pages, sampler, verdict
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.draft_models import DecoderModel, DraftModel
@@ -34,6 +34,7 @@ from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.parallel import Part, Peers, Place, part_of
 from paceline.engine.sampler import SamplingState
 from paceline.engine.tokenizer import Tokenizer
+from paceline.engine.verdict import compared
 from paceline.engine.vocabulary import shared_vocabulary
 from paceline.engine.weights import Checkpoint
 from paceline.speculation import ngram, rejection
@@ -411,20 +412,18 @@ class ModelRunner:
     def _verdicts(self, jobs: list[Job], logits: Tensor) -> list[tuple[int, int]]:
         states, drafts = [job.sequence.state for job in jobs], [job.draft for job in jobs]
         rows = [job.first_row + n for job in jobs for n in range(1 + len(job.draft))]
-        target = logits[rows]  # a copy: logprobs are of the logits as they came, and a verdict may be tried again
-        sampler.to_log_probs(target, states, drafts)
         accept = [lane_key(job.sequence.state.stream, ACCEPT, job.end) for job in jobs]
         last = [lane_key(job.sequence.state.stream, LAST, job.end) for job in jobs]
         uniforms = [uniform(stream, n) for stream, draft in zip(accept, drafts, strict=True) for n in range(len(draft))]
-        return rejection.verify(
-            target,
-            torch.stack([row for job in jobs for row in job.draft_rows]),
-            torch.tensor([token for draft in drafts for token in draft], device=logits.device),
-            [len(draft) for draft in drafts],
-            torch.tensor(uniforms, dtype=torch.float64, device=logits.device),
-            lambda log_weights: sampler.draw(log_weights, last, [0] * len(last)),
-            self.by_block,
-        )
+        with compared(logits, rows, states, drafts, [row for job in jobs for row in job.draft_rows]) as pair:
+            return rejection.verify(
+                pair,
+                [token for draft in drafts for token in draft],
+                [len(draft) for draft in drafts],
+                uniforms,
+                lambda log_weights: sampler.draw(log_weights, last, [0] * len(last)),
+                self.by_block,
+            )
 
     def _sample(self, jobs: list[Job], logits: Tensor) -> list[Job]:
         """A token for each of the jobs, from its row of logits; those whose next row counts too."""
@@ -504,3 +503,4 @@ def _warm_up(config: ModelConfig, block_size: int, device: str) -> None:
     measured and before the first request waits for it."""
     attention.warm_up(config, block_size, device)
     sampler.warm_up(config.vocab_size)
+    verdict.warm_up(config.vocab_size)

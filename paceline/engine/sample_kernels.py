@@ -22,8 +22,10 @@ One file on purpose: Numba's cache on disk notices a change only in the file tha
 import math
 
 import numpy as np
-from numba import njit, prange, types
+from numba import carray, njit, prange, types
 from numba.extending import intrinsic
+
+from paceline.engine.addresses import floats
 
 BLOCK = 64  # tokens that share one maximum
 WIDE = 256  # tokens whose bounds or weights are computed together
@@ -504,33 +506,50 @@ def _block_log_probs(
 
 
 @njit(nogil=True, cache=True)
+def _describe_row(
+    row: Floats, bits: Ints, maxima: Ints, scratch: Scratch, params: np.ndarray, found: np.ndarray
+) -> None:
+    """What a row's log-probabilities are made with: found[0:5] = peak, 1 / temperature, log of the mass, and the
+    `floor` and `last` of the tokens that filters leave. A row without a distribution has a mass of NaN."""
+    vocab = row.shape[0]
+    temperature, top_p, min_p, top_k = params[0], params[1], params[2], np.int64(params[3])
+    key, has_nan = _summary(bits, maxima)
+    peak = _as_float(_flip(key))
+    found[0], found[1], found[2], found[3], found[4] = peak, 1.0, np.nan, EMPTY, vocab
+    if has_nan or not np.isfinite(peak):
+        return
+    if temperature < GREEDY_BELOW:  # sure of its token
+        found[2], found[3], found[4] = 0.0, key, _first(row, maxima, peak)
+        return
+    lowest = _flip(_as_bits(np.float32(-np.inf)))
+    floor, last = lowest, -1
+    if top_k > 0 or min_p > 0.0 or top_p < 1.0:
+        floor, last = _survivors(row, bits, maxima, scratch, key, temperature, top_p, min_p, top_k)
+        floor, last = (floor, last) if floor > lowest else (lowest, -1)
+    inverse, stop, mass = np.float32(1.0 / temperature), np.int32(last), 0.0
+    for start in range(0, vocab, WIDE):
+        mass += np.float64(_block_mass_of(row[start : start + WIDE], start, peak, inverse, floor, stop))
+    found[1], found[2], found[3], found[4] = inverse, math.log(mass), floor, last
+
+
+@njit(nogil=True, cache=True)
 def _some_log_probs(logits: Floats, bits: Ints, params: np.ndarray, first: int, step: int) -> None:
     """`log_prob_rows` for rows first, first + step, ..."""
     vocab = logits.shape[1]
     maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
     scratch = (np.empty(vocab + 1, np.int32), np.empty(vocab, np.float32))
+    found = np.empty(5)
     for i in range(first, logits.shape[0], step):
-        row, row_bits = logits[i], bits[i]
-        temperature, top_p, min_p, top_k = params[i, 0], params[i, 1], params[i, 2], np.int64(params[i, 3])
-        key, has_nan = _summary(row_bits, maxima)
-        peak = _as_float(_flip(key))
-        if has_nan or not np.isfinite(peak):
+        row = logits[i]
+        _describe_row(row, bits[i], maxima, scratch, params[i], found)
+        peak, inverse, shift = np.float32(found[0]), np.float32(found[1]), np.float32(found[2])
+        if np.isnan(shift):
             row[:] = np.nan
             continue
-        if temperature < GREEDY_BELOW:
-            winner = _first(row, maxima, peak)
-            row[:] = -np.inf
-            row[winner] = 0.0
-            continue
-        floor, last = EMPTY, vocab
-        if top_k > 0 or min_p > 0.0 or top_p < 1.0:
-            floor, last = _survivors(row, row_bits, maxima, scratch, key, temperature, top_p, min_p, top_k)
-        inverse, stop, mass = np.float32(1.0 / temperature), np.int32(last), 0.0
         for start in range(0, vocab, WIDE):
-            mass += np.float64(_block_mass_of(row[start : start + WIDE], start, peak, inverse, floor, stop))
-        shift = np.float32(math.log(mass))
-        for start in range(0, vocab, WIDE):
-            _block_log_probs(row[start : start + WIDE], start, peak, inverse, shift, floor, stop)
+            _block_log_probs(
+                row[start : start + WIDE], start, peak, inverse, shift, np.int32(found[3]), np.int32(found[4])
+            )
 
 
 @njit(nogil=True, cache=True, parallel=True)
@@ -542,6 +561,112 @@ def log_prob_rows(logits: Floats, bits: Ints, params: np.ndarray, threads: int) 
     """
     for thread in prange(threads):
         _some_log_probs(logits, bits, params, thread, threads)
+
+
+# Verdicts (`speculation.rejection.Pair`): target rows as logits and what `_describe_row` found, draft rows as
+# log-probabilities at an address
+
+
+@njit(nogil=True, cache=True)
+def _some_described(
+    logits: Floats, bits: Ints, rows: np.ndarray, params: np.ndarray, found: np.ndarray, first: int, step: int
+) -> None:
+    vocab = logits.shape[1]
+    maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
+    scratch = (np.empty(vocab + 1, np.int32), np.empty(vocab, np.float32))
+    for i in range(first, rows.shape[0], step):
+        _describe_row(logits[rows[i]], bits[rows[i]], maxima, scratch, params[i], found[i])
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def describe_targets(
+    logits: Floats, bits: Ints, rows: np.ndarray, params: np.ndarray, found: np.ndarray, threads: int
+) -> None:
+    """found[i] float64 [5] of row rows[i] of logits float32 / bits int32 [n, vocab]; params as in `draw_rows`."""
+    for thread in prange(threads):
+        _some_described(logits, bits, rows, params, found, thread, threads)
+
+
+@njit(nogil=True, cache=True)
+def log_ratios(
+    logits: Floats, bits: Ints, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, tokens: np.ndarray,
+    ratios: np.ndarray,
+) -> None:  # fmt: skip
+    """ratios[i] = log target[rows[i]](tokens[i]) - log draft(tokens[i]), with `found` of those rows, and draft rows at
+    addresses int64 `drafts`."""
+    vocab = logits.shape[1]
+    for i in range(rows.shape[0]):
+        token, key = tokens[i], _flip(bits[rows[i], tokens[i]])
+        stays = key > found[i, 3] or (key == found[i, 3] and token <= found[i, 4])
+        log_p = (np.float64(logits[rows[i], token]) - found[i, 0]) * found[i, 1] if stays else -np.inf
+        ratios[i] = log_p - found[i, 2] - np.float64(carray(floats(drafts[i]), (vocab,))[token])
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def _block_excess(
+    block: Floats, draft: Floats, start: int, peak: np.float32, inverse: np.float32, factor: np.float32,
+    floor: np.int32, last: np.int32, above: Floats,
+) -> np.float32:  # fmt: skip
+    """above[j] = max(0, factor * e^((block[j] - peak) * inverse) - e^draft[j]), and their sum."""
+    mass = np.float32(0.0)
+    for j in range(block.shape[0]):
+        key = _flip(_as_bits(block[j]))
+        stays = (key > floor) | ((key == floor) & (np.int32(start + j) <= last))
+        target = factor * _exp((block[j] - peak) * inverse) if stays else np.float32(0.0)
+        rest = max(np.float32(0.0), target - _exp(draft[j]))
+        above[j] = rest
+        mass += rest
+    return mass
+
+
+@njit(nogil=True, cache=True)
+def _excess(row: Floats, found: np.ndarray, draft: Floats, weight: float, above: Floats) -> float:
+    """The mass of max(0, weight * target - draft), and itself in `above`; that and `draft` are [vocab], or have a place
+    for WIDE at a time."""
+    vocab, mass = row.shape[0], 0.0
+    if np.isnan(found[2]):
+        above[:] = np.nan
+        return np.nan
+    peak, inverse, factor = np.float32(found[0]), np.float32(found[1]), np.float32(weight * math.exp(-found[2]))
+    for start in range(0, vocab, WIDE):
+        drafted = draft[start : start + WIDE] if draft.shape[0] >= vocab else draft
+        place = above[start : start + WIDE] if above.shape[0] >= vocab else above
+        mass += np.float64(_block_excess(
+            row[start : start + WIDE], drafted, start, peak, inverse, factor, np.int32(found[3]), np.int32(found[4]),
+            place,
+        ))  # fmt: skip
+    return mass
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def excess_masses(
+    logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, masses: np.ndarray,
+    threads: int,
+) -> None:  # fmt: skip
+    """masses[i] = sum of max(0, weights[i] * target[rows[i]] - draft), as in `log_ratios`."""
+    for thread in prange(threads):
+        above = np.empty(WIDE, np.float32)
+        for i in range(thread, rows.shape[0], threads):
+            draft = carray(floats(drafts[i]), (logits.shape[1],))
+            masses[i] = _excess(logits[rows[i]], found[i], draft, weights[i], above)
+
+
+@njit(nogil=True, cache=True, parallel=True)
+def last_weights(
+    logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, last: Floats,
+    threads: int,
+) -> None:  # fmt: skip
+    """last[i] [vocab] = max(0, weights[i] * target[rows[i]] - draft), where there is a draft (an address that is not 0)
+    and that has any mass; else the target."""
+    for thread in prange(threads):
+        nothing = np.full(WIDE, -np.inf, np.float32)
+        for i in range(thread, rows.shape[0], threads):
+            mass = 0.0
+            if drafts[i] != 0:
+                draft = carray(floats(drafts[i]), (logits.shape[1],))
+                mass = _excess(logits[rows[i]], found[i], draft, weights[i], last[i])
+            if not (mass > 0.0 and np.isfinite(mass)):
+                _excess(logits[rows[i]], found[i], nothing, 1.0, last[i])
 
 
 @njit(nogil=True, cache=True)

@@ -81,7 +81,7 @@ def sample(
     """
     if not states:
         return [], []
-    if _stock(logits):
+    if stock(logits):
         tokens = _draw_stock(logits, states, positions)
     else:
         array = _array(logits)
@@ -107,32 +107,43 @@ def to_log_probs(logits: torch.Tensor, states: list[SamplingState], drafts: list
 
     states[i] has 1 + len(drafts[i]) rows, one behind the other: each knows one drafted token more than the one before.
     """
-    row, numbers = 0, []
+    for row, state in along(states, drafts):
+        if state.penalties.active:
+            _penalise(logits[row], state)
+    params = row_numbers(states, drafts)
+    if stock(logits):
+        logits.copy_(stock_sampler.log_probs(logits, params))
+    else:
+        array = logits.numpy()
+        sample_kernels.log_prob_rows(array, array.view(np.int32), np.array(params, np.float64), threads(array.size))
+
+
+def row_numbers(states: list[SamplingState], drafts: list[list[int]]) -> list[tuple[float, float, float, int]]:
+    """Of each row of `along`."""
+    return [state.numbers for state, draft in zip(states, drafts, strict=True) for _ in range(1 + len(draft))]
+
+
+def along(states: list[SamplingState], drafts: list[list[int]]) -> Iterator[tuple[int, SamplingState]]:
+    """Each row with its state, to which the drafted tokens before the row are known meanwhile."""
+    row = 0
     for state, draft in zip(states, drafts, strict=True):
-        numbers += [state.numbers] * (1 + len(draft))
         observed = 0
         try:
             for n in range(1 + len(draft)):
                 if n:
                     state.observe(draft[n - 1])
                     observed = n
-                if state.penalties.active:
-                    _penalise(logits[row], state)
+                yield row, state
                 row += 1
         finally:
             for token in reversed(draft[:observed]):
                 state.forget(token)
-    if _stock(logits):
-        logits.copy_(stock_sampler.log_probs(logits, numbers))
-    else:
-        array = logits.numpy()
-        sample_kernels.log_prob_rows(array, array.view(np.int32), np.array(numbers, np.float64), _threads(array))
 
 
 def draw(log_weights: torch.Tensor, streams: list[int], positions: list[int]) -> list[int]:
     """A token for each row of log-weights float32 [rows, vocab], which need not be normalised; -1 where it has none."""
     numbers = [(1.0, 1.0, 0.0, 0)] * len(streams)
-    if _stock(log_weights):
+    if stock(log_weights):
         return stock_sampler.draw(log_weights, streams, positions, numbers)
     return _draw_rows(_array(log_weights), streams, positions, numbers)
 
@@ -166,13 +177,14 @@ def _draw_rows(
     tokens = np.empty(len(array), np.int64)
     sample_kernels.draw_rows(
         array, array.view(np.int32), np.array(streams, np.uint64), np.array(positions, np.int64),
-        np.array(numbers, np.float64), tokens, _threads(array),
+        np.array(numbers, np.float64), tokens, threads(array.size),
     )  # fmt: skip
     return tokens.tolist()
 
 
-def _threads(array: np.ndarray) -> int:
-    return torch.get_num_threads() if array.size >= PARALLEL else 1
+def threads(size: int) -> int:
+    """For so many logits."""
+    return torch.get_num_threads() if size >= PARALLEL else 1
 
 
 def _argmax(array: np.ndarray) -> list[int]:
@@ -217,7 +229,7 @@ def _penalise(row: torch.Tensor, state: SamplingState) -> None:
 def _describe(logits: torch.Tensor, rows: list[int], tokens: list[int], top: int) -> list[TokenLogprobs]:
     """Raw logprobs of tokens[i] in row rows[i], with the `top` likeliest."""
     top = min(top, logits.shape[1])
-    if _stock(logits):
+    if stock(logits):
         return stock_sampler.describe(logits[rows].float(), tokens, top)
     array, n = _array(logits), len(rows)
     chosen, ranks = np.full(n, np.nan), np.zeros(n, np.int64)
@@ -234,7 +246,8 @@ def _shortened(entry: TokenLogprobs, top: int) -> TokenLogprobs:
     return TokenLogprobs(entry.token, entry.logprob, entry.rank, entry.top_ids[:top], entry.top_logprobs[:top])
 
 
-def _stock(logits: torch.Tensor) -> bool:
+def stock(logits: torch.Tensor) -> bool:
+    """Whether torch operations do the work."""
     return logits.device.type != "cpu" or sample_kernels is None
 
 

@@ -10,9 +10,9 @@ exact:
   each. The longest prefix that passes stays; the last token comes from max(0, p * target - draft). It keeps at least
   as many tokens on average.
 
-A batch is ragged: K differs between its requests; `lengths` lists them. `target` [sum(K + 1), vocabulary] and `draft`
-[sum(K), vocabulary] are log-probabilities as sampled from, after temperature, filters and penalties, -inf where a token
-cannot be drawn; of a drafter that was sure of its token, draft is 0 there. `tokens` [sum(K)] are the drafted ids.
+A batch is ragged: K differs between its requests; `lengths` lists them. A `Pair` has the target's rows [sum(K + 1)] and
+the draft's [sum(K)], distributions as sampled from, after temperature, filters and penalties; of a drafter that was
+sure of its token, draft is 1 there. `tokens` [sum(K)] are the drafted ids.
 
 Requests that are greedy or seeded need none of this: ordinary sampling decides each of their rows, with the noise that
 the position has in any case, and a drafted token stays if it is the same (`engine.runner`).
@@ -20,18 +20,45 @@ the position has in any case, and a drafted token stays if it is the same (`engi
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from math import exp
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
+
+
+class Pair(Protocol):
+    """Target and draft, in whatever way their distributions are held: what a verdict asks about them."""
+
+    def log_ratios(self, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """log target[rows[i]](tokens[i]) - log draft[i](tokens[i])."""
+        ...
+
+    def excess(self, rows: Sequence[int], drafts: Sequence[int], weights: Sequence[float]) -> list[float]:
+        """The mass of max(0, weights[i] * target[rows[i]] - draft[drafts[i]])."""
+        ...
+
+    def last(self, rows: Sequence[int], cut: Sequence["Cut"]) -> Tensor:
+        """Log-weights [rows, vocabulary], not normalised: of these rows of the target; at the places that are cut of
+        what is above the draft. A difference that rounding has left without any mass stands for equal distributions:
+        then it is the target's row too."""
+        ...
+
+
+class Cut(NamedTuple):
+    """Where a draft ends early: among the rows asked for, the refused token's row of the draft, and the target's weight
+    there."""
+
+    place: int
+    draft: int
+    weight: float
 
 
 def verify(
-    target: Tensor,
-    draft: Tensor,
-    tokens: Tensor,
+    pair: Pair,
+    tokens: Sequence[int],
     lengths: Sequence[int],
-    uniforms: Tensor,
+    uniforms: Sequence[float],
     draw: Callable[[Tensor], list[int]],
     block: bool,
 ) -> list[tuple[int, int]]:
@@ -41,78 +68,90 @@ def verify(
     log-weights [requests, vocabulary]. The noise of both must be independent of each other's and of what the drafts
     were drawn with, this time and at any earlier one.
     """
-    accept, weights = acceptance(target, draft, tokens, lengths, block)
+    accept, weights = acceptance(pair, tokens, lengths, block)
     kept = count(accept, uniforms, lengths, block)
-    last = last_log_weights(target, draft, weights, lengths, kept)
-    return list(zip(kept, draw(last), strict=True))
+    return list(zip(kept, draw(last_log_weights(pair, weights, lengths, kept)), strict=True))
 
 
 def acceptance(
-    target: Tensor, draft: Tensor, tokens: Tensor, lengths: Sequence[int], block: bool
-) -> tuple[Tensor, Tensor]:
-    """Each drafted token's probability to pass [sum(K)], and the weight of each row of `target` [sum(K + 1)].
+    pair: Pair, tokens: Sequence[int], lengths: Sequence[int], block: bool
+) -> tuple[list[float], list[float]]:
+    """Each drafted token's probability to pass [sum(K)], and the weight of each row of the target [sum(K + 1)].
 
     A row's weight is p of the tokens before it, 1 at token level: a last token there is drawn from what is left of
     max(0, weight * target - draft).
     """
-    weights = target.new_ones(len(target))
-    first = [begin + n for begin, length in zip(_begins(lengths, 1), lengths, strict=True) for n in range(length)]
-    before = torch.tensor(first, dtype=torch.int64, device=target.device)
-    ratios = target[before, tokens] - draft.gather(1, tokens[:, None]).squeeze(1)
-    if not block or not first:
-        return ratios.clamp(max=0).exp(), weights
-    running, after = target.new_zeros(len(lengths)), []
-    for ratio in pad_sequence(ratios.split(list(lengths)), batch_first=True).unbind(1):
-        running = (running + ratio).clamp(max=0)
-        after.append(running)
-    p = torch.cat([row[:length] for row, length in zip(torch.stack(after, 1), lengths, strict=True)]).exp()
-    weights[before + 1] = p
-    begins = zip(_begins(lengths), lengths, strict=True)
-    inner = [i for begin, length in begins for i in range(begin, begin + length - 1)]
-    excess = _excess(target[before[inner] + 1], draft[[i + 1 for i in inner]], p[inner]).sum(1)
-    accept = p.clone()  # right for the last token of each draft; behind the others the draft goes on
-    accept[inner] = torch.where(excess > 0, excess / (excess + 1 - p[inner]), (p[inner] >= 1).to(p.dtype))
+    accept, weights, going_on = list[float](), list[float](), list[int]()
+    rows = [begin + n for begin, length in zip(_begins(lengths, 1), lengths, strict=True) for n in range(length)]
+    ratios = iter(pair.log_ratios(rows, tokens))
+    for length in lengths:
+        weights.append(1.0)
+        log_p = 0.0
+        for n in range(length):
+            ratio = next(ratios) + (log_p if block else 0.0)
+            log_p = 0.0 if ratio > 0 else ratio  # NaN stays: nothing passes then
+            accept.append(exp(log_p))
+            weights.append(exp(log_p) if block else 1.0)
+            if block and n + 1 < length:
+                going_on.append(len(accept) - 1)
+    # p is right for the last token of each draft; behind the others the draft goes on
+    p, behind = [accept[i] for i in going_on], [rows[i] + 1 for i in going_on]
+    masses = pair.excess(behind, [i + 1 for i in going_on], p) if going_on else []
+    for i, excess in zip(going_on, masses, strict=True):
+        accept[i] = excess / (excess + 1 - accept[i]) if excess > 0 else float(accept[i] >= 1)
     return accept, weights
 
 
-def count(accept: Tensor, uniforms: Tensor, lengths: Sequence[int], block: bool) -> list[int]:
+def count(accept: Sequence[float], uniforms: Sequence[float], lengths: Sequence[int], block: bool) -> list[int]:
     """How many drafted tokens of each request stay: to the first that does not pass, or the last that does."""
-    passed, kept, begin = (uniforms < accept).tolist(), [], 0
+    kept, begin = [], 0
     for length in lengths:
-        some = passed[begin : begin + length]
+        passed = [uniforms[i] < accept[i] for i in range(begin, begin + length)]
         if block:
-            kept.append(max((n + 1 for n, good in enumerate(some) if good), default=0))
+            kept.append(max((n + 1 for n, good in enumerate(passed) if good), default=0))
         else:
-            kept.append(next((n for n, good in enumerate(some) if not good), length))
+            kept.append(next((n for n, good in enumerate(passed) if not good), length))
         begin += length
     return kept
 
 
-def last_log_weights(
-    target: Tensor, draft: Tensor, weights: Tensor, lengths: Sequence[int], kept: Sequence[int]
-) -> Tensor:
-    """Of the token behind those kept: log-weights [requests, vocabulary], not normalised.
-
-    The target's own row behind a whole draft, else what is in it above the draft. A difference that rounding has left
-    without any mass stands for equal distributions: then it is the target's row too.
-    """
+def last_log_weights(pair: Pair, weights: Sequence[float], lengths: Sequence[int], kept: Sequence[int]) -> Tensor:
+    """Of the token behind those kept: the target's own row behind a whole draft, else what is in it above the draft."""
     rows = [begin + n for begin, n in zip(_begins(lengths, 1), kept, strict=True)]
-    next_draft = [begin + n for begin, n in zip(_begins(lengths), kept, strict=True)]
-    last = target[rows]
-    cut = [i for i, (n, length) in enumerate(zip(kept, lengths, strict=True)) if n < length]
-    excess = _excess(last[cut], draft[[next_draft[i] for i in cut]], weights[[rows[i] for i in cut]])
-    mass = excess.sum(1)
-    useful = ((mass > 0) & mass.isfinite()).nonzero().squeeze(1)
-    last[torch.tensor(cut, dtype=torch.int64, device=last.device)[useful]] = excess[useful].log_()
-    return last
+    cut = [
+        Cut(i, begin + n, weights[rows[i]])
+        for i, (begin, n, length) in enumerate(zip(_begins(lengths), kept, lengths, strict=True))
+        if n < length
+    ]
+    return pair.last(rows, cut)
 
 
-def _excess(target: Tensor, draft: Tensor, weight: Tensor) -> Tensor:
-    """max(0, weight * target - draft) of rows [rows, vocabulary] of log-probabilities, as probabilities, in `target`.
+class LogProbs:
+    """A pair of tensors [rows, vocabulary] of log-probabilities, -inf where a token cannot be drawn."""
 
-    Both are the caller's own copies: memory that is there already is written twice as fast as new one.
-    """
-    return target.exp_().mul_(weight[:, None]).sub_(draft.exp_()).clamp_(min=0)
+    def __init__(self, target: Tensor, draft: Tensor) -> None:
+        self.target, self.draft = target, draft
+
+    def log_ratios(self, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.draft.device)
+        drafted = self.draft.gather(1, ids[:, None]).squeeze(1)
+        return (self.target[list(rows), ids] - drafted).tolist()
+
+    def excess(self, rows: Sequence[int], drafts: Sequence[int], weights: Sequence[float]) -> list[float]:
+        return self._above(self.target[list(rows)], drafts, weights).sum(1).tolist()
+
+    def last(self, rows: Sequence[int], cut: Sequence[Cut]) -> Tensor:
+        last, (places, drafts, weights) = self.target[list(rows)], zip(*cut, strict=True) if cut else ((), (), ())
+        excess = self._above(last[list(places)], drafts, weights)
+        mass = excess.sum(1)
+        useful = ((mass > 0) & mass.isfinite()).nonzero().squeeze(1)
+        last[torch.tensor(places, dtype=torch.int64, device=last.device)[useful]] = excess[useful].log_()
+        return last
+
+    def _above(self, target: Tensor, drafts: Sequence[int], weights: Sequence[float]) -> Tensor:
+        """max(0, weight * target - draft), as probabilities, in `target`, which is a copy."""
+        weight = torch.tensor(weights, dtype=target.dtype, device=target.device)
+        return target.exp_().mul_(weight[:, None]).sub_(self.draft[list(drafts)].exp_()).clamp_(min=0)
 
 
 def _begins(lengths: Sequence[int], more: int = 0) -> list[int]:

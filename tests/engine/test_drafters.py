@@ -247,12 +247,12 @@ def test_mistakes_show_through_the_engine(tiny, monkeypatch, mistake, by_block):
     """Coarse ones: 5,000 samples tell no others. The oracle of tests/speculation and the long version do."""
     judge = rejection.acceptance
     if mistake == "all accepted":
-        monkeypatch.setattr(rejection, "acceptance", lambda *args: (torch.ones_like(judge(*args)[0]), judge(*args)[1]))
+        monkeypatch.setattr(rejection, "acceptance", lambda *args: ([1.0] * len(judge(*args)[0]), judge(*args)[1]))
     else:
         monkeypatch.setattr(
-            rejection, "last_log_weights", lambda target, draft, weights, lengths, kept: target[
-                [begin + n for begin, n in zip(rejection._begins(lengths, 1), kept, strict=True)]
-            ],
+            rejection, "last_log_weights", lambda pair, weights, lengths, kept: pair.last(
+                [begin + n for begin, n in zip(rejection._begins(lengths, 1), kept, strict=True)], []
+            ),
         )  # fmt: skip
     assert surprise(tiny, 3, by_block) > 3.7
 

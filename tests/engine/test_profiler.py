@@ -31,7 +31,7 @@ class KnownEngine:
 
     def __init__(self, num_blocks: int = 400, block_size: int = 16, context: int = 1024) -> None:
         self.info = EngineInfo(num_blocks, block_size, 1000, 1000, 3000, context, vocab_size=100)
-        self.decoder = SimpleNamespace(config=ModelConfig.load(CODER))
+        self.decoder, self.cache = SimpleNamespace(config=ModelConfig.load(CODER)), SimpleNamespace(token_bytes=100)
         self.rng = Random(1)
         self.known: dict[int, int] = {}
         self.shapes: list[StepShape] = []

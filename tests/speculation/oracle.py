@@ -6,7 +6,7 @@ would show.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from random import Random
 
@@ -110,8 +110,7 @@ def speculative(
         results = outcomes(requests, target, draft, block, acceptance, last_log_weights, dtype)
         for (context, drafted), mass, (accept, lasts) in zip(requests, masses, results, strict=True):
             for passed, chance in patterns(accept):
-                half = torch.full((len(passed),), 0.5)
-                (kept,) = count(torch.tensor(passed, dtype=dtype), half, [len(passed)], block)
+                (kept,) = count([float(good) for good in passed], [0.5] * len(passed), [len(passed)], block)
                 for token, share in enumerate(lasts[kept]):
                     if share and chance:
                         law[(*context, *drafted[:kept], token)] += mass * chance * share
@@ -138,13 +137,14 @@ def outcomes(
         return rows.view(-1, width).log().to(dtype)
 
     rows, drafts = logs(target, before), logs(draft, within)
-    ids = torch.tensor([token for _, drafted in requests for token in drafted], dtype=torch.int64)
-    accept, weights = acceptance(rows, drafts, ids, lengths, block)
+    pair, ids = rejection.LogProbs(rows, drafts), [token for _, drafted in requests for token in drafted]
+    accept, weights = acceptance(pair, ids, lengths, block)
     lasts = []
     for kept in range(max(lengths, default=0) + 1):
         some = [min(kept, length) for length in lengths]
-        lasts.append(last_log_weights(rows, drafts, weights, lengths, some).softmax(1).tolist())
-    parts = [part.tolist() for part in accept.split(lengths)]
+        lasts.append(last_log_weights(pair, weights, lengths, some).softmax(1).tolist())
+    ends = accumulate(lengths)
+    parts = [accept[end - length : end] for end, length in zip(ends, lengths, strict=True)]
     return [(part, [last[i] for last in lasts]) for i, part in enumerate(parts)]
 
 

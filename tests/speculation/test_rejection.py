@@ -69,11 +69,12 @@ def kept(block: bool, drafted: int) -> float:
     target, draft = models()
     drafts = list(product(range(3), repeat=drafted))
     outcomes = oracle.outcomes([((), tokens) for tokens in drafts], target, draft, block)
-    total, half = 0.0, torch.full((drafted,), 0.5)
+    total = 0.0
     for tokens, (accept, _) in zip(drafts, outcomes, strict=True):
         likely = prod(draft(tokens[:n])[token] for n, token in enumerate(tokens))
         for passed, chance in oracle.independent(accept):
-            total += likely * chance * rejection.count(torch.tensor(passed).float(), half, [drafted], block)[0]
+            stays = [float(good) for good in passed]
+            total += likely * chance * rejection.count(stays, [0.5] * drafted, [drafted], block)[0]
     return total
 
 
@@ -85,23 +86,23 @@ def test_block_verification_keeps_more() -> None:
 # Mistakes. Each is what some server did; the law must show it.
 
 
-def resampled_from_the_target(target: Tensor, draft: Tensor, weights: Tensor, lengths: list[int], n: list[int]):
-    return target[[begin + some for begin, some in zip(rejection._begins(lengths, 1), n, strict=True)]]
+def resampled_from_the_target(pair: rejection.Pair, weights: list[float], lengths: list[int], n: list[int]) -> Tensor:
+    return pair.last([begin + some for begin, some in zip(rejection._begins(lengths, 1), n, strict=True)], [])
 
 
-def always_accepted(*args: object) -> tuple[Tensor, Tensor]:
+def always_accepted(*args: object) -> tuple[list[float], list[float]]:
     accept, weights = rejection.acceptance(*args)
-    return torch.ones_like(accept), weights
+    return [1.0] * len(accept), weights
 
 
-def without_weights(*args: object) -> tuple[Tensor, Tensor]:
+def without_weights(*args: object) -> tuple[list[float], list[float]]:
     accept, weights = rejection.acceptance(*args)
-    return accept, torch.ones_like(weights)
+    return accept, [1.0] * len(weights)
 
 
-def ratios_of_single_tokens(target: Tensor, draft: Tensor, tokens: Tensor, lengths: list[int], block: bool):
-    accept, _ = rejection.acceptance(target, draft, tokens, lengths, False)
-    return accept, rejection.acceptance(target, draft, tokens, lengths, True)[1]
+def ratios_of_single_tokens(pair: rejection.Pair, tokens: list[int], lengths: list[int], block: bool):
+    accept, _ = rejection.acceptance(pair, tokens, lengths, False)
+    return accept, rejection.acceptance(pair, tokens, lengths, True)[1]
 
 
 def one_uniform_for_all(accept: list[float]) -> Iterable[tuple[tuple[bool, ...], float]]:
@@ -183,8 +184,8 @@ def emitted(block: bool, reuse: str = "", samples: int = 200_000) -> float:
     uniforms = torch.rand(samples, 2, generator=generator, dtype=torch.float64)
     last_noise = first_noise if reuse == "draft" else noise()
     verdicts = rejection.verify(
-        rows, drafts, torch.stack([first, second], 1).flatten(), [2] * samples, uniforms.flatten(),
-        lambda weights: (weights + last_noise).argmax(1).tolist(), block,
+        rejection.LogProbs(rows, drafts), torch.stack([first, second], 1).flatten().tolist(), [2] * samples,
+        uniforms.flatten().tolist(), lambda weights: (weights + last_noise).argmax(1).tolist(), block,
     )  # fmt: skip
     seen: Counter[oracle.Context] = Counter()
     follow = (logs(target, torch.tensor([token for _, token in verdicts])) + noise()).argmax(1).tolist()
@@ -207,10 +208,8 @@ def test_the_drafts_noise_for_the_last_token_shows() -> None:
 
 def test_without_a_draft_the_token_is_the_targets() -> None:
     target = torch.tensor([[0.2, 0.5, 0.3], [0.9, 0.05, 0.05]]).log()
-    nothing = torch.empty(0, 3)
-    got = rejection.verify(
-        target, nothing, torch.empty(0, dtype=torch.int64), [0, 0], torch.empty(0), lambda w: w.argmax(1).tolist(), True
-    )
+    pair = rejection.LogProbs(target, torch.empty(0, 3))
+    got = rejection.verify(pair, [], [0, 0], [], lambda w: w.argmax(1).tolist(), True)
     assert got == [(0, 1), (0, 0)]
 
 
@@ -218,6 +217,7 @@ def test_without_a_draft_the_token_is_the_targets() -> None:
 def test_a_difference_without_mass_stands_for_the_target(block: bool) -> None:
     """Equal up to rounding: a refusal that should not happen does not leave a request without a distribution."""
     target = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
-    _, weights = rejection.acceptance(target, target[:1], torch.tensor([1]), [1], block)
-    last = rejection.last_log_weights(target, target[:1], weights, [1], [0])
+    pair = rejection.LogProbs(target, target[:1])
+    _, weights = rejection.acceptance(pair, [1], [1], block)
+    last = rejection.last_log_weights(pair, weights, [1], [0])
     assert torch.equal(last, target[:1])
