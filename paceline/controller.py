@@ -13,7 +13,7 @@ from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.lending import lend
 from paceline.batching.policies import policy
-from paceline.batching.residency import Loaded, gives_way
+from paceline.batching.residency import gives_way
 from paceline.batching.scheduler import Scheduler
 from paceline.batching.sharing import next_in_turn, soonest
 from paceline.batching.state import NONE
@@ -67,6 +67,8 @@ class GroupState:
     up: bool = True  # it has workers, and they have the model
     resident: bool = True  # the model is loaded, or coming
     since: float = -math.inf  # when that was decided
+    came: float = -math.inf  # when it was there
+    emitted: float = -math.inf  # when it last gave a token
     load_s: float = 0.0
     retires: bool = False  # it takes no more requests
 
@@ -81,7 +83,6 @@ class Controller:
         self._lanes: list[list[int]] = []  # groups by the device that they share
         self._lane_of: list[int] = []  # of each group
         self._touched: set[int] = set()  # lanes in which something has happened in this turn
-        self._swapping: list[int] = []  # those that do not hold all of their models
         self._lenders: dict[int, list[int]] = {}  # by device: groups that lend, those that left too
         self._freed: dict[int, list[tuple[int, list[int]]]] = {}  # by device: blocks whose memory is to go back
         self._hosts: dict[str, list[int]] = {}
@@ -102,8 +103,6 @@ class Controller:
              and self.groups[some[0]].config.device == device), len(self._lanes),
         )  # fmt: skip
         self._lanes[lane:] = self._lanes[lane:] or [[]]
-        if not self._lanes[lane] and config.slots is not None:
-            self._swapping.append(lane)
         self._lanes[lane].append(number)
         self._lane_of.append(lane)
         if config.block_bytes:
@@ -116,7 +115,7 @@ class Controller:
         """Everything that happens at one instant: inputs in their order, then as many new batches as the groups take.
 
         Completions come first, in the order of the groups; then lost groups, arrivals and cancellations as given. Only
-        devices at which something happened can have a next step; whether models swap depends on the time too.
+        devices at which something happened can have a next step, or other models.
         """
         events: list[Event] = []
         for item in sorted(inputs, key=_rank):
@@ -131,7 +130,7 @@ class Controller:
                 case Retire(group):
                     events += self.retire(group, now)
                 case Back(group, load_s):
-                    self.groups[group].up = True
+                    self.groups[group].up, self.groups[group].came = True, now
                     self.groups[group].load_s = load_s or self.groups[group].load_s
                     self._touch(group)
                 case Submit(request, admitted):
@@ -139,7 +138,6 @@ class Controller:
                 case Cancel(request_id):
                     events += self.cancel(request_id, now)
         batches = []
-        self._touched.update(self._swapping)
         while self._touched:
             lane = min(self._touched)
             self._touched.remove(lane)
@@ -169,15 +167,17 @@ class Controller:
         asked = [i for i in lanes if not self.groups[i].resident and self.groups[i].scheduler.num_waiting]
         first = {i: min(sequence.request.arrival for sequence in self.groups[i].scheduler.waiting) for i in asked}
         for i in sorted(asked, key=lambda i: (first[i], i)):
-            loaded = [
-                Loaded(j, g.scheduler.num_sequences, g.scheduler.landed, g.since, g.up)
-                for j in lanes
-                if (g := self.groups[j]).resident
-            ]
-            if len(loaded) >= slots:
-                gone = gives_way(loaded, now - first[i], now)
-                if gone < 0:
+            groups = [self.groups[j] for j in lanes]
+            if sum(g.resident for g in groups) >= slots:
+                schedulers = [g.scheduler for g in groups]
+                at = plain(gives_way)(
+                    [g.resident and g.up for g in groups], [one.num_sequences for one in schedulers],
+                    [one.landed for one in schedulers], [g.came for g in groups], [g.emitted for g in groups],
+                    now - first[i], now,
+                )  # fmt: skip
+                if at < 0:
                     break
+                gone = lanes[at]
                 self.groups[gone].resident = False
                 events += [*self.lose(gone, now), Event("unload", now, gone)]
             self.groups[i].resident, self.groups[i].since = True, now
@@ -304,6 +304,7 @@ class Controller:
                 events.append(Event("failed", now, group, sequence.id))
             self._end(sequence)
         if total:
+            self.groups[group].emitted = now
             events.append(Event("tokens", now, group, str(batch_id), total, Emitted(batch.requests, tokens)))
         for index, reason in result.finished:
             if index not in gone:

@@ -16,18 +16,22 @@ batch has taken), in the policy's order.
 
 import numpy as np
 
-from paceline.batching.blocks import blocks_for, look_up, num_free, register, release, share, take
+from paceline.batching.blocks import blocks_for, forget_all, look_up, num_free, register, release, share, take
 from paceline.batching.budget import room_within_goals
 from paceline.batching.compiled import part
 from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
     AT,
+    AWAY,
     BLOCK_SIZE,
     CACHED_TOKENS,
     DECODES,
     DRAFT,
     DRAFTING,
+    ENTERING,
+    EVER_HELD,
+    FLYING,
     FREE_SLOTS,
     HEAD,
     KNEE,
@@ -43,6 +47,7 @@ from paceline.batching.state import (
     RUNNING,
     SLICES,
     SLOT,
+    SPARE,
     START,
     TAIL,
     TBT,
@@ -243,6 +248,20 @@ def preempt(s: State, slot: int) -> None:
     if s.now[LOST] < len(s.lost):
         s.lost[s.now[LOST]] = slot
         s.now[LOST] += 1
+
+
+@part
+def reset(s: State) -> None:
+    """The KV cache is lost: everything starts over, and no cached prefix is left."""
+    now = s.now
+    now[FLYING] = now[LOST] = 0
+    now[ENTERING] = -1
+    for i in range(now[RUNNING]):
+        s.numbers[s.running[i], IN_FLIGHT] = 0
+    while now[RUNNING] > 0:
+        preempt(s, s.running[0])
+    forget_all(s)
+    now[EVER_HELD] = now[SPARE] = now[AWAY] = 0  # nor does a block take memory
 
 
 # What a request may need

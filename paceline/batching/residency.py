@@ -2,32 +2,40 @@
 
 A model that has requests and is not loaded comes as soon as there is a place: that of the model which nobody has asked
 for longest. While all others are busy it waits for PATIENCE_S; then the one with the fewest requests gives way, unless
-it has just come: its requests are computed again later. So nobody starves, and loading does not take all the time.
+it has just come, or has given no token since: its requests are computed again later, from the tokens that they have. So
+nobody starves, every stay brings somebody on, and loading does not take all the time.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+# mypy: disable-error-code=no-any-return
+
+from typing import Any
+
+from paceline.batching.compiled import part
 
 PATIENCE_S = 1.0
 STAY_S = 2.0
 
 
-class Loaded(NamedTuple):
-    """A model on a device."""
+@part
+def gives_way(there: Any, requests: Any, used: Any, came: Any, emitted: Any, waited: float, now: float) -> int:
+    """Which group of a device makes room for one whose first request has waited for so many seconds; -1: none does.
 
-    group: int
-    requests: int  # waiting and running
-    used: float  # when its last step was done
-    since: float  # when it was loaded
-    steps: bool  # it is there; False: it is still coming
-
-
-def gives_way(loaded: Sequence[Loaded], waited: float, now: float) -> int:
-    """The group that makes room for one whose first request has waited for so many seconds; -1: none does."""
-    idle = [one for one in loaded if one.steps and not one.requests]
-    if idle:
-        return min(idle, key=lambda one: (max(one.used, one.since), one.group)).group
-    settled = [one for one in loaded if one.steps and now - one.since >= STAY_S]
-    if waited >= PATIENCE_S and settled:
-        return min(settled, key=lambda one: (one.requests, one.since, one.group)).group
-    return -1
+    Arguments are lists or arrays over its groups: whether the model is there (not one that is still coming), its
+    requests, waiting and running, when its last step was done, when it came, and when it last gave a token.
+    """
+    best = -1
+    for g in range(len(there)):
+        if there[g] and requests[g] == 0 and (
+            best < 0 or max(used[g], came[g]) < max(used[best], came[best])
+        ):
+            best = g
+    if best >= 0 or waited < PATIENCE_S:
+        return best
+    for g in range(len(there)):
+        if there[g] and now - came[g] >= STAY_S and emitted[g] >= came[g] and (
+            best < 0
+            or requests[g] < requests[best]
+            or (requests[g] == requests[best] and came[g] < came[best])
+        ):
+            best = g
+    return best

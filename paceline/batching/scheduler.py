@@ -18,7 +18,6 @@ from paceline.batching.sharing import time_of_next_due
 from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
-    AWAY,
     BLOCK_SIZE,
     BY_GOAL,
     CACHED_TOKENS,
@@ -26,8 +25,6 @@ from paceline.batching.state import (
     DRAFT,
     DRAFTING,
     ENTERING,
-    EVER_HELD,
-    FLYING,
     FREE_SLOTS,
     GOAL,
     HEAD,
@@ -54,7 +51,6 @@ from paceline.batching.state import (
     RESERVES,
     RUNNING,
     SLOT,
-    SPARE,
     SPENT,
     START,
     TAIL,
@@ -81,7 +77,7 @@ _preempt = entry(VOID, STATE, I64)(plain(moves.preempt))
 _take_no_more = entry(VOID, STATE, I64)(plain(moves.take_no_more))
 _end = entry(VOID, STATE, I64)(plain(moves.end))
 _pending = entry(I64, STATE, I64)(plain(moves.pending))
-_forget_all = entry(VOID, STATE)(plain(blocks.forget_all))
+_reset = entry(VOID, STATE)(plain(moves.reset))
 
 # likewise, interpreted
 _leave_first_stage, _wanted = plain(policies.leave_first_stage), plain(policies.wanted)
@@ -348,17 +344,12 @@ class Scheduler:
     def reset(self) -> list[Sequence]:
         """The KV cache is lost: everything starts over, and no cached prefix is left. Returns those that had ended."""
         self.flying.clear()
-        self.state.now[FLYING], self.state.now[ENTERING] = 0, -1
-        running = self.running
-        for sequence in running:
-            sequence.row[IN_FLIGHT] = 0
-        ended = [sequence for sequence in running if sequence.ended]
+        ended = [sequence for sequence in self.running if sequence.ended]
         for sequence in ended:
+            sequence.row[IN_FLIGHT] = 0
             self.end(sequence)
-        for sequence in self.running:
-            self.preempt(sequence)
-        _forget_all(self.handle)
-        self.state.now[EVER_HELD] = self.state.now[SPARE] = self.state.now[AWAY] = 0  # nor does a block take memory
+        _reset(self.handle)
+        self.note_preempted()
         return ended
 
     def check(self) -> None:

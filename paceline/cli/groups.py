@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import accumulate
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -14,7 +13,7 @@ from paceline.cli.fleet_file import ClusterKeys, FleetFile
 from paceline.cli.models import Model
 from paceline.cli.planning import Planned, load_placement, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
-from paceline.core.cluster import Parallel, Placement
+from paceline.core.cluster import KV_SHARE, Parallel, Placement, slots_of
 from paceline.core.request import SLO
 from paceline.engine.config import ModelConfig
 from paceline.placement.search import plan as search
@@ -24,7 +23,6 @@ from paceline.runtime.ray_process import RayCluster
 
 EVALUATIONS = 30  # of local search in planning, where every one simulates steps: `paceline plan` takes more
 OVERHEAD = 640 << 20  # bytes of a worker beside its models: interpreter, libraries, the largest step
-KV_SHARE = 0.25  # of the rest, at least, is for keys and values
 BLOCK_SIZE = SchedulerConfig().block_size
 Limits = dict[str, int | None]
 
@@ -88,7 +86,7 @@ def worker_group(
     shares = [known.share(model.name, parallel) if known else None for model in models]
     served = [group_model(model, parallel, share) for model, share in zip(models, shares, strict=True)]
     memory = limits["memory"]
-    slots = slots_of([weight_bytes(model) / parallel.devices for model in models], memory) if memory else None
+    slots = held_of([weight_bytes(model) / parallel.devices for model in models], memory) if memory else None
     if slots is None:
         left = range(len(models), 0, -1)
         lends = len(models) > 1 and limits["num_blocks"] is None
@@ -106,18 +104,15 @@ def worker_group(
     return WorkerGroup(tuple(served), GroupOptions(tuple(options), parallel).command, parallel)
 
 
-def slots_of(sizes: Sequence[float], memory: int) -> int | None:
-    """How many models of so many bytes each are held at a time, whichever; None: all. Raises ValueError if not one."""
-    usable = (memory - OVERHEAD) * (1 - KV_SHARE)
-    if sum(sizes) <= usable:
-        return None
-    largest = list(accumulate(sorted(sizes, reverse=True)))
-    if largest[0] > usable:
+def held_of(sizes: Sequence[float], memory: int) -> int | None:
+    """`slots_of` a worker with this memory. Raises ValueError if it holds not even one."""
+    slots = slots_of(sizes, memory - OVERHEAD)
+    if slots == 0:
         raise ValueError(
-            f"memory: {memory >> 20} MiB for a worker are too few for a model of {int(largest[0]) >> 20} MiB, "
+            f"memory: {memory >> 20} MiB for a worker are too few for a model of {int(max(sizes)) >> 20} MiB, "
             f"{OVERHEAD >> 20} MiB beside models and {KV_SHARE:.0%} for keys and values"
         )
-    return sum(size <= usable for size in largest)
+    return slots
 
 
 def weight_bytes(model: Model) -> int:

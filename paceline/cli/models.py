@@ -8,7 +8,7 @@ from paceline.cli import fleet_file, profile_cache
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.fleet_profile import measured_here
-from paceline.cli.planning import text_times
+from paceline.cli.planning import text_steps, text_times
 from paceline.cli.profile import goal_budget
 from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
@@ -102,9 +102,7 @@ def paced(
         if not file.exists():
             return model
         times, _, error = text_times(file)
-        step = times.by_tokens(maximum)
-        # whole texts: what fits into a step goes, whatever it takes; the budget is there to predict by
-        budget = GoalBudget(step.linear, step.terms, 1, maximum, maximum, margin=error)
+        step, budget = text_steps(times, maximum, error)
         return replace(model, step_time=step, budget=budget)
     device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
     needed = measures or tbt is not None or model.slo.ttft is not None or chooses

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
 from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile
@@ -41,6 +42,7 @@ class ShapeEntry(msgspec.Struct):
     tensor: int = 1
     stage_latency: dict[str, list[float]] | None = None
     step_share: float | None = None
+    prompt_tokens: int | None = None
     by_length: dict[int, dict[int, tuple[float, ...]]] | None = None
 
 
@@ -99,12 +101,12 @@ class Planned:
 
     @property
     def stepwise(self) -> bool:
-        return any(model.step_time for model in self.models)
+        return any(model.by_steps for model in self.models)
 
     def share(self, name: str, parallel: Parallel) -> float | None:
-        """Of a step's time that the slowest stage of this shape takes; None of one-shot models and unknown shapes."""
+        """Of a step's time that the slowest stage of this shape takes; None where steps or the shape are not known."""
         model = self.models[self.names.index(name)]
-        known = model.step_time is not None and parallel in model.table.shapes
+        known = model.by_steps is not None and parallel in model.table.shapes
         return model.share(parallel) if known else None
 
     def problem(self, trace: Trace, rule: str = "finish", cluster: Cluster | None = None) -> Problem:
@@ -115,17 +117,17 @@ class Planned:
         tables = [self._table(m, model, trace) for m, model in enumerate(self.models)]
         return Problem(
             cluster or self.cluster, tables, slo, trace.arrivals, trace.models, rule, reserve=reserve,
-            kinds=[int(model.step_time is not None) for model in self.models],
+            kinds=[int(model.by_steps is not None) for model in self.models],
             judge=judge(self.models, trace, self.cluster.memory) if self.stepwise else None,
         )  # fmt: skip
 
     def _table(self, m: int, model: SimulatedModel, trace: Trace) -> ModelTable:
         """Of a stepwise model, with what a mean request takes of a device as its latency."""
-        if model.step_time is None:
+        if model.by_steps is None:
             return model.table
         mine = trace.models == m
         prompt, output = max(1.0, _mean(trace.prompts, mine)), _mean(trace.outputs, mine)
-        step, batch = model.step_time, 8
+        step, batch = model.by_steps, 8
         decode = step.seconds(StepShape(batch, batch, batch, int(batch * prompt))) / batch
         seconds = step.seconds(StepShape().add(0, int(prompt), True)) + output * decode
         shapes = {
@@ -150,7 +152,10 @@ def planned(
     errors: dict[str, float] = dict(file.error or {}) if file else {}
     models = [_model(entry, file, errors, threads) for entry in fleet.models]
     instead = {key: value for key, value in (("devices", devices), ("memory", memory)) if value is not None}
-    return Planned(models, _cluster(fleet.cluster.model_copy(update=instead)), errors or None)
+    cluster = _cluster(fleet.cluster.model_copy(update=instead))
+    if not any(model.step_time for model in models):  # texts go one by one, as AlpaServe has it, and fast
+        models = [replace(model, text_time=None) for model in models]
+    return Planned(models, cluster, errors or None)
 
 
 def _model(
@@ -165,7 +170,7 @@ def _model(
         if name not in known:
             there = f"it has {', '.join(known)}" if file else "give --profile FILE"
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
-        return _from_profile(entry.name, known[name], slo)
+        return _from_profile(entry.name, known[name], slo, errors.get("p95", 0.0))
     path = resolve(entry.source)
     one_shot = is_encoder(path)
     devices = profile_cache.Device.here(threads), profile_cache.Device.here(None)
@@ -181,14 +186,17 @@ def _model(
     for name, value in error.items():
         errors[name] = max(errors.get(name, 0.0), value)
     if found is None:
-        return SimulatedModel(_from_texts(entry, path, kept), slo)
+        times, one, margin = text_times(kept)
+        step, budget = text_steps(times, SchedulerConfig().token_budget, margin)
+        return SimulatedModel(_from_texts(entry, path, times, one), slo, budget=budget, text_time=step)
     floor = found.roofline
     table = _from_config(entry, path)
     budget = goal_budget(entry.name, found, SchedulerConfig().token_budget, slo.tbt)
     return SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget)
 
 
-def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
+def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> SimulatedModel:
+    """`error`: P95 of the file's predictions."""
     shapes, shares = {}, {}
     for index, one in enumerate(entry.parallel):
         where, stages = f"profile: {name}.parallel.{index}", one.pipeline
@@ -210,7 +218,13 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO) -> SimulatedModel:
         weights = tuple(int(bytes_) for bytes_ in one.stage_weight_bytes)
         shapes[Parallel(stages, one.tensor)] = ShapeTable(weights, latency or {1: (0.0,) * stages})
     if entry.step_time is None:
-        return SimulatedModel(ModelTable(name, shapes), slo)
+        table, alone = ModelTable(name, shapes), shapes.get(Parallel())
+        tokens = next((one.prompt_tokens for one in entry.parallel if one.prompt_tokens), None)
+        if tokens is None or alone is None or not alone.latency:
+            return SimulatedModel(table, slo)
+        step, budget = text_steps(TextTimes({tokens: alone.stage_latency}), SchedulerConfig().token_budget, error)
+        shares = {parallel: max(known.stage_latency[1]) / alone.latency for parallel, known in shapes.items()}
+        return SimulatedModel(table, slo, budget=budget, shares=shares, text_time=step)
     try:
         step, measured = msgspec.convert(entry.step_time, StepTime), entry.measured()
     except msgspec.ValidationError as error:
@@ -236,10 +250,16 @@ def text_times(kept: Path) -> tuple[TextTimes, ShapeEntry, float]:
     return TextTimes(one.by_length), one, (profile.error or {}).get("p95", 0.0)
 
 
-def _from_texts(entry: Entry, path: Path, kept: Path) -> ModelTable:
+def text_steps(times: TextTimes, most: int, error: float) -> tuple[StepTime, GoalBudget]:
+    """What steps of whole texts take, of at most so many tokens, and a budget to predict by: what fits into a step
+    goes, whatever it takes."""
+    step = times.by_tokens(most)
+    return step, GoalBudget(step.linear, step.terms, 1, most, most, margin=error)
+
+
+def _from_texts(entry: Entry, path: Path, times: TextTimes, one: ShapeEntry) -> ModelTable:
     """Of an encoder that was measured on one device: for texts as long as its workload says. Other shapes are cut from
     equal layers."""
-    times, one, _ = text_times(kept)
     latency, layers = times.at(entry.workload.prompt_tokens), EncoderConfig.load(path).layers
     seconds, weight = sum(latency[1]) / layers, int(sum(one.stage_weight_bytes)) // layers
     table = from_layers(entry.name, [seconds] * layers, [weight] * layers, PIPELINES)

@@ -1,6 +1,10 @@
 """Devices, how a model is split over them, and which models sit where (AlpaServe, section 3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+KV_SHARE = 0.25  # of a device's memory, at least, is for keys and values where models are loaded by need
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,7 +27,7 @@ class Cluster:
     """Identical devices with `memory` bytes each; those of a node are next to each other.
 
     `load_bandwidth`: bytes/s from host memory to a device, all devices at once; 0: what a device does not hold it
-    cannot get. With it a group of one-shot models may have more than fit: who was not asked for longest gives way.
+    cannot get. With it a group may have more models than fit: who was not asked for longest gives way.
     """
 
     devices: int = 1
@@ -68,3 +72,11 @@ class Placement:
     def hosts(self, model: str) -> tuple[int, ...]:
         """The groups that have the model."""
         return tuple(index for index, group in enumerate(self.groups) if model in group.models)
+
+
+def slots_of(sizes: Sequence[float], memory: float) -> int | None:
+    """How many models of so many bytes each a device holds at a time, whichever; None: all; 0: not even the largest."""
+    usable = memory * (1 - KV_SHARE)
+    if sum(sizes) <= usable:
+        return None
+    return sum(size <= usable for size in accumulate(sorted(sizes, reverse=True)))

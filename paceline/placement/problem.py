@@ -201,7 +201,7 @@ class Problem:
         """
         weight = self.weight[mine, p]
         weight = np.where(np.isfinite(weight), weight, 0.0)
-        if self.cluster.load_bandwidth > 0 and not self.kind_of[mine].any():
+        if self.cluster.load_bandwidth > 0:
             largest: Floats = weight.max(0, initial=0.0)
             return largest
         total: Floats = weight.sum(0)
@@ -210,7 +210,7 @@ class Problem:
     def room(self, p: int, mine: Bools) -> Bools:
         """Which models could join a group of shape p that has `mine` [models]: memory, shape and kind allow it."""
         weight = self.weight[:, p]
-        swapped = self.cluster.load_bandwidth > 0 and not self.kind_of[mine].any()
+        swapped = self.cluster.load_bandwidth > 0
         taken = np.zeros(weight.shape[1]) if swapped else weight[mine].sum(0)
         fits: Bools = (weight <= self.cluster.memory - taken).all(1) & ~mine
         if mine.any():

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from paceline.controller import Controller
 from paceline.core.batch import Batch, StepResult
-from paceline.core.events import Advance, Cancel, Complete, Event, Input, Submit
+from paceline.core.events import Advance, Back, Cancel, Complete, Event, Input, Submit
 from paceline.core.protocols import LatencyModel, OutputOracle
 from paceline.core.record import Turn
 from paceline.core.request import Request
@@ -28,7 +28,7 @@ def simulate(
     for index, group in enumerate(controller.groups):
         device = group.config.device
         clocks.append(free.setdefault(index if device is None else (device,), [0.0] * group.config.pipeline))
-    future: list[tuple[float, int, Input]] = []
+    future: list[tuple[float, int, Input | Batch]] = []  # a batch: it is complete
     plans: list[tuple[float, Input]] = [(r.arrival, Submit(r)) for r in arrivals]
     plans += [(time, Cancel(request)) for time, request in cancels]
     for serial, (time, item) in enumerate(plans):
@@ -40,15 +40,24 @@ def simulate(
         now = future[0][0]
         inputs = []
         while future and future[0][0] == now:
-            inputs.append(heapq.heappop(future)[2])
+            what = heapq.heappop(future)[2]
+            inputs.append(Complete(what.group, what.id, outputs(what)) if isinstance(what, Batch) else what)
         events, batches = controller.turn(inputs, now)
         trace += events
+        for event in events:
+            if event.kind == "unload":  # what was in flight is lost
+                lost = (Advance, Batch)
+                future = [one for one in future if not (isinstance(one[2], lost) and one[2].group == event.group)]
+                heapq.heapify(future)
+            if event.kind == "load":
+                heapq.heappush(future, (now + controller.groups[event.group].config.load_s, serial, Back(event.group)))
+                serial += 1
         for batch in batches:
             stages = advance(clocks[batch.group], now, latency(batch))
             watch(batch, stages)
             if len(stages) > 1:
                 heapq.heappush(future, (stages[0][1], serial, Advance(batch.group, batch.id)))
-            heapq.heappush(future, (stages[-1][1], serial + 1, Complete(batch.group, batch.id, outputs(batch))))
+            heapq.heappush(future, (stages[-1][1], serial + 1, batch))
             serial += 2
     return trace
 

@@ -1,7 +1,8 @@
 """A whole fleet in virtual time: a trace through a placement, one-shot models and autoregressive ones.
 
-One-shot requests go through `placement.dispatch`, autoregressive ones through the controller and its batching
-scheduler, as they would live. Groups share nothing, so each kind is simulated on its own.
+One-shot requests go through `placement.dispatch`, autoregressive ones through the controller's rules and its batching
+scheduler, as they would live; and so do texts that share a fleet with them, several in a step as in the server. Groups
+share nothing, so each kind is simulated on its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
-from paceline.core.cluster import Group, Parallel, Placement
+from paceline.core.cluster import Group, Parallel, Placement, slots_of
 from paceline.core.request import SLO
 from paceline.latency.step_time import StepTime
 from paceline.metrics.outcomes import STATUSES, Outcomes
@@ -30,7 +31,9 @@ REJECTED = STATUSES.index("rejected")
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """A model as simulation knows it; `step_time` is of one whole device, None for one-shot models."""
+    """A model as simulation knows it; `step_time` is of one whole device, None for one-shot models. `text_time` is of
+    those, by the tokens of a step's texts; with it they go through steps as models that generate do, and share groups
+    with them."""
 
     table: ModelTable
     slo: SLO
@@ -38,10 +41,16 @@ class SimulatedModel:
     kv_bytes: int = 0  # of a token, in all layers
     budget: GoalBudget | None = None  # as it is served with on one whole device; None: always the token budget
     shares: dict[Parallel, float] = field(default_factory=dict)  # of a step's time that the slowest stage takes
+    text_time: StepTime | None = None
 
     @property
     def name(self) -> str:
         return self.table.name
+
+    @property
+    def by_steps(self) -> StepTime | None:
+        """What its steps take, where it is simulated by steps."""
+        return self.step_time or self.text_time
 
     def share(self, parallel: Parallel) -> float:
         """Of a step's time that the slowest stage takes; of shapes that nobody measured a guess, by its weights."""
@@ -104,14 +113,18 @@ def run(
     busy = [[0.0] * group.parallel.pipeline for group in placement.groups]
     result = FleetRun(outcomes, busy, {}, 0.0)
     shape, member = problem.arrays(placement)
-    stepwise = np.array([model.step_time is not None for model in models])
+    stepwise = np.array([model.by_steps is not None for model in models])
     for g, group in enumerate(placement.groups):
         if stepwise[member[g]].any() and not stepwise[member[g]].all():
-            raise ValueError(f"groups.{g}.models: {', '.join(group.models)}: one-shot and autoregressive models mixed")
+            raise ValueError(
+                f"groups.{g}.models: {', '.join(group.models)}: one-shot models share groups with autoregressive ones "
+                "only where steps of their texts were measured (`paceline profile`)"
+            )
     if not stepwise.all():
         _one_shot(problem, shape, member, ~stepwise, result)
     if stepwise.any():
-        _autoregressive(models, placement, trace, result, memory, limits or SchedulerConfig(), policy)
+        bandwidth = problem.cluster.load_bandwidth
+        _by_steps(models, placement, trace, result, memory, bandwidth, limits or SchedulerConfig(), policy)
     ends = outcomes.finishes[~np.isnan(outcomes.finishes)]
     result.duration = float(ends.max() - trace.arrivals[0]) if len(ends) else 0.0
     return result
@@ -133,37 +146,48 @@ def _one_shot(problem: Problem, shape: np.ndarray, member: np.ndarray, active: n
             result.spend(g, k, out.ends[here, k], took, np.ones(len(here)))
 
 
-def _autoregressive(
+def _by_steps(
     models: Sequence[SimulatedModel], placement: Placement, trace: Trace, result: FleetRun, memory: int,
-    limits: SchedulerConfig, policy: str,
+    bandwidth: float, limits: SchedulerConfig, policy: str,
 ) -> None:  # fmt: skip
     lanes, groups = list[int](), list[steps.SimulatedGroup]()
     for g, group in enumerate(placement.groups):
-        for name in group.models:
-            model = models[trace.names.index(name)]
-            if model.step_time is not None:
-                limit = _limits(model, group, models, trace, memory, limits)
-                share = model.share(group.parallel)
+        hosted = [models[trace.names.index(name)] for name in group.models]
+        sizes = [max(model.table.shapes[group.parallel].stage_weight_bytes) for model in hosted]
+        slots = slots_of(sizes, memory) if memory and bandwidth else None
+        for place, (name, model) in enumerate(zip(group.models, hosted, strict=True)):
+            if model.by_steps is not None:
+                limit = _limits(model, group, hosted, slots, memory, limits)
+                share, rule = model.share(group.parallel), policy
                 budget = model.budget and model.budget.of_share(share)
+                if model.text_time:  # as `runtime.fleet` serves them: whole texts
+                    limit, rule = replace(limit, max_num_batched_tokens=limit.token_budget), "prefill_first"
                 config = GroupConfig(
-                    (name,), limit, policy, group.parallel.pipeline, budget=budget, admission=True, device=g
-                )
-                groups.append(steps.SimulatedGroup(config, model.step_time, share))
+                    (name,), limit, rule, group.parallel.pipeline, budget=budget, admission=True, device=g,
+                    block_bytes=(model.kv_bytes * BLOCK,) if limit.most_blocks else (), slots=slots,
+                    resident=slots is None or place < slots, load_s=sizes[place] / bandwidth if slots else 0.0,
+                )  # fmt: skip
+                groups.append(steps.SimulatedGroup(config, model.by_steps, share))
                 lanes.append(g)
-    mine = np.array([model.step_time is not None for model in models])[trace.models]
-    goals = [(model.slo.ttft, model.slo.tbt) for model in models]
+    mine = np.array([model.by_steps is not None for model in models])[trace.models]
+    whole = np.array([model.text_time is not None for model in models])
+    goals = [
+        (min((goal for goal in (slo.ttft, slo.deadline) if goal is not None), default=None), slo.tbt)
+        for slo in (model.slo for model in models)
+    ]
     ttft, tbt = np.array(goals, np.float64).T  # NaN is no goal
     of = trace.models[mine].astype(np.int64)
     requests = steps.Requests(
         trace.arrivals[mine], of, trace.prompts[mine].astype(np.int64),
-        np.maximum(1, trace.outputs[mine]).astype(np.int64),
+        np.where(whole[of], 1, np.maximum(1, trace.outputs[mine])).astype(np.int64),
         np.nan_to_num(ttft, nan=np.inf)[of], np.nan_to_num(tbt, nan=np.inf)[of],
     )  # fmt: skip
     found, outcomes = steps.run(groups, trace.names, requests), result.outcomes
     taken = found.owner >= 0
     outcomes.groups[mine] = np.where(taken, np.array([*lanes, -1])[found.owner], -1)
     outcomes.first_tokens[mine], outcomes.finishes[mine] = found.first, found.finish
-    outcomes.outputs[mine], outcomes.statuses[mine] = found.tokens, np.where(taken, 0, REJECTED)
+    outcomes.outputs[mine] = np.where(whole[of], 0, found.tokens)
+    outcomes.statuses[mine] = np.where(taken, 0, REJECTED)
     room = np.cumsum(np.bincount(of, requests.outputs, len(models)).astype(np.int64))
     begins = [0, *room[:-1].tolist()]
     outcomes.gaps = {m: found.gaps[begins[m] : end] for m, end in enumerate(found.gap_ends.tolist()) if end > begins[m]}
@@ -177,19 +201,21 @@ def _autoregressive(
 
 
 def _limits(
-    model: SimulatedModel, group: Group, models: Sequence[SimulatedModel], trace: Trace, memory: int,
+    model: SimulatedModel, group: Group, here: Sequence[SimulatedModel], slots: int | None, memory: int,
     limits: SchedulerConfig,
 ) -> SchedulerConfig:  # fmt: skip
-    """What memory the weights leave holds as many tokens of each of the group's models, as blocks."""
+    """Of what memory the weights leave each of the models here has an equal part, and lends it, as live on CPUs; or a
+    fixed one, where so many `slots` of them are loaded at a time."""
     if not memory or not model.kv_bytes:
         return limits
-    others = [models[trace.names.index(name)] for name in group.models]
-    stages = zip(*(other.table.shapes[group.parallel].stage_weight_bytes for other in others), strict=True)
-    free = min(memory - sum(stage) for stage in stages)
-    blocks = int(free * group.parallel.devices / sum(other.kv_bytes for other in others)) // BLOCK
-    if blocks < 1:
+    stages = zip(*(one.table.shapes[group.parallel].stage_weight_bytes for one in here), strict=True)
+    held = max(sum(sorted(stage)[-slots:] if slots else stage) for stage in stages)
+    most = int((memory - held) * group.parallel.devices / model.kv_bytes) // BLOCK
+    sharing = sum(one.kv_bytes > 0 for one in here) if slots is None else slots
+    if slots == 0 or most < sharing:
         raise ValueError(f"memory: {model.name!r} has no room for its KV cache in {memory} bytes a device")
-    return replace(limits, num_blocks=blocks, block_size=BLOCK)
+    lent = most if slots is None and sharing > 1 else None
+    return replace(limits, num_blocks=most // sharing, block_size=BLOCK, most_blocks=lent)
 
 
 def timeline(run: FleetRun) -> Iterator[tuple[str, Floats]]:
@@ -199,7 +225,7 @@ def timeline(run: FleetRun) -> Iterator[tuple[str, Floats]]:
 
 
 def judge(models: Sequence[SimulatedModel], trace: Trace, memory: int) -> Judge:
-    """Simulates autoregressive models for a planner: requests that meet their goals, as `Problem.evaluate` counts."""
+    """Simulates models by their steps for a planner: requests that meet their goals, as `Problem.evaluate` counts."""
     known = {model.name: model for model in models}
 
     def call(problem: Problem, shape: np.ndarray, member: np.ndarray, active: np.ndarray, out: Outcome) -> None:

@@ -1,10 +1,11 @@
 """Autoregressive requests through groups in virtual time, as one compiled loop.
 
-What decides is what decides live: the scheduler (`batching`), and the rules of `batching.sharing` for dispatch and for
-groups that share a device. What is new here is only what `simulator.driver` does, too: the next instant, and at each
-completions first, in the order of the groups, then arrivals, then new steps; and that runs of nothing but decodes, in
-which there is nothing to decide, go on by themselves. A test holds the two to the same tokens at the same times, for
-every policy; this one is a hundred times as fast, so that planners can ask it.
+What decides is what decides live: the scheduler (`batching`), the rules of `batching.sharing` for dispatch and for
+groups that share a device, and those of `batching.lending` and `batching.residency` for its memory. What is new here
+is only what `simulator.driver` does, too: the next instant, and at each completions first, in the order of the groups,
+then models that have come, arrivals, and new steps; and that runs of nothing but decodes, in which there is nothing to
+decide, go on by themselves. A test holds the two to the same tokens at the same times, for every policy; this one is a
+hundred times as fast, so that planners can ask it.
 """
 
 # mypy: disable-error-code=no-any-return
@@ -19,16 +20,20 @@ from numpy.typing import NDArray
 
 from paceline.batching.blocks import num_free, take
 from paceline.batching.budget import seconds
-from paceline.batching.compiled import FLOATS, FLOATS_2D, I64, INTS, INTS_2D, Handle, entry, part, state_at, tuple_of
-from paceline.batching.moves import add, end, fits, num_waiting
+from paceline.batching.compiled import FLOATS, FLOATS_2D, INTS, INTS_2D, Handle, entry, part, state_at, tuple_of
+from paceline.batching.lending import share_out
+from paceline.batching.moves import add, end, fits, num_waiting, reset
 from paceline.batching.policies import compose, land, leave_first_stage, policy, wanted
 from paceline.batching.prediction import first_token, turn
+from paceline.batching.residency import gives_way
 from paceline.batching.scheduler import make_state
 from paceline.batching.sharing import next_due, next_in_turn, soonest
 from paceline.batching.state import (
+    ARRIVAL,
     BLOCK_SIZE,
     ENTERING,
     GOAL,
+    HEAD,
     LANDED,
     LAST,
     NEXT_BATCH,
@@ -36,14 +41,18 @@ from paceline.batching.state import (
     PROMPTS,
     RUNNING,
     SLOT,
+    TAIL,
     Floats,
     Ints,
     State,
 )
 from paceline.controller import GroupConfig
-from paceline.core.request import ASKED, COMPUTED, HELD, KNOWN, LIMIT, SCHEDULED, TAG
+from paceline.core.request import ASKED, COMPUTED, HELD, KNOWN, LIMIT, PROMPT, SCHEDULED, TAG
 from paceline.latency.step_time import StepTime
 from paceline.placement.dispatch import enter
+
+Bools = NDArray[np.bool_]
+BOOLS = types.Array(types.boolean, 1, "C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +82,37 @@ class Times(NamedTuple):
     lengths: Ints  # of those
     terms: Floats  # [groups, 6]
     shares: Floats
+
+
+class Lenders(NamedTuple):
+    """Groups whose devices' memory is lent among them, device by device."""
+
+    states: Ints  # their addresses
+    sizes: Ints  # [lenders, workers] bytes of a block
+    place: Ints  # [groups] of each among the lenders; -1: it is none
+    begins: Ints  # [lanes + 1] where those of each device begin
+
+
+class Residents(NamedTuple):
+    """Which models are loaded, over groups; it changes."""
+
+    slots: Ints  # [lanes] how many a device holds; 0: all
+    load_s: Floats
+    resident: Bools  # loaded, or coming
+    up: Bools  # it is there
+    since: Floats  # when it was decided that it is to come
+    back: Floats  # when it will be there; infinity: it is not coming
+    came: Floats  # when it was there
+    emitted: Floats  # when it last gave a token
+
+
+class Network(NamedTuple):
+    """What groups are to each other."""
+
+    states: Ints  # addresses
+    lanes: Ints  # [groups] which of the devices each has
+    hosts: Ints  # [models, groups]
+    rules: Ints  # [groups, 2] whether goals order prompts, and whether those that cannot be met are rejected
 
 
 class Result(NamedTuple):
@@ -105,7 +145,8 @@ def run(groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Reque
         config, mine = g.config, hosts[requests.models, index] > 0
         limits = config.scheduler
         longest = int((requests.prompts + requests.outputs)[mine].max(initial=1))
-        table = max(1, min(limits.num_blocks, max(longest, limits.max_model_len or 0) // limits.block_size + 1))
+        most = limits.most_blocks or limits.num_blocks
+        table = max(1, min(most, max(longest, limits.max_model_len or 0) // limits.block_size + 1))
         slots = max(1, int(count[hosts[:, index] > 0].sum()))
         state = make_state(limits, policy(config.policy), config.pipeline, config.budget, False, slots, table)
         made.append(Handle(state))
@@ -116,7 +157,26 @@ def run(groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Reque
         linear, np.array([len(g.step_time.linear) for g in groups], np.int64),
         np.array([g.step_time.terms for g in groups]).reshape(-1, 6), np.array([g.share for g in groups]),
     )  # fmt: skip
-    return Result(*_run(states, times, lanes, len(places), hosts, rules, requests))
+    network = Network(states, lanes, hosts, rules)
+    return Result(*_run(network, times, _lenders(groups, states, lanes), _residents(groups, lanes), requests))
+
+
+def _residents(groups: Sequence[SimulatedGroup], lanes: Ints) -> Residents:
+    slots = np.zeros(lanes.max(initial=-1) + 1, np.int64)
+    slots[lanes] = [g.config.slots or 0 for g in groups]
+    resident = np.array([g.config.resident for g in groups], np.bool_)
+    load_s, never = np.array([g.config.load_s for g in groups]), np.full(len(groups), np.inf)
+    return Residents(slots, load_s, resident, resident.copy(), -never, never, -never, -never)
+
+
+def _lenders(groups: Sequence[SimulatedGroup], states: Ints, lanes: Ints) -> Lenders:
+    count = np.bincount(lanes, [bool(g.config.block_bytes) for g in groups], lanes.max(initial=-1) + 1)
+    order = [g for g in np.argsort(lanes, kind="stable") if groups[g].config.block_bytes and count[lanes[g]] > 1]
+    place = np.full(len(groups), -1)
+    place[order] = range(len(order))
+    width = len(groups[order[0]].config.block_bytes) if order else 1
+    sizes = np.array([groups[g].config.block_bytes for g in order], np.int64).reshape(-1, width)
+    return Lenders(states[order], sizes, place, np.searchsorted(lanes[order], np.arange(len(count) + 1)))
 
 
 @part
@@ -193,15 +253,124 @@ def _has_device(groups: Ints, lanes: Ints, g: int) -> bool:
     return True
 
 
+@part
+def _host(
+    network: Network, there: Residents, able: Bools, size: int, arrival: float, ttft: float, expected: Floats,
+    queued: Ints,
+) -> int:  # fmt: skip
+    """Of the groups that are able to take a request the one that is to (`Controller.submit`); -1: none is. `expected`
+    and `queued` [groups] are filled in."""
+    count, up, cold = len(able), False, False
+    for g in range(count):
+        up |= able[g] and there.up[g]
+        cold |= able[g] and not there.resident[g]
+    for g in range(count):
+        able[g] &= there.up[g] if up else not (cold and there.resident[g])
+        queued[g], expected[g] = 0, 0.0
+        if not able[g]:
+            continue
+        s = state_at(network.states[g])
+        queued[g] = num_waiting(s) + s.now[RUNNING]
+        if network.rules[g, 1] > 0:
+            others = 0.0
+            for other in range(count):
+                if other != g and network.lanes[other] == network.lanes[g]:
+                    others += turn(state_at(network.states[other]))
+            expected[g] = first_token(s, size, wanted(arrival, ttft, network.rules[g, 0] > 0), others)
+            if not there.up[g] and expected[g] > 0:
+                coming = arrival - there.since[g] if there.resident[g] else 0.0
+                expected[g] += max(0.0, there.load_s[g] - coming)
+    return soonest(expected, queued, able)
+
+
+@part
+def _lose(
+    network: Network, there: Residents, requests: Requests, gone: int, able: Bools, expected: Floats, queued: Ints,
+    dirty: Bools,
+) -> None:  # fmt: skip
+    """A group's model leaves its device: its sequences start over, at other groups that have it or when it is back."""
+    s = state_at(network.states[gone])
+    there.resident[gone] = there.up[gone] = False
+    reset(s)
+    dirty[network.lanes[gone]] = True
+    waiting = s.waiting[s.now[HEAD] : s.now[TAIL]].copy()
+    for slot in waiting:
+        r, known = s.numbers[slot, TAG], s.numbers[slot, KNOWN]
+        for g in range(len(able)):
+            t = state_at(network.states[g])
+            able[g] = (
+                g != gone and there.up[g] and network.hosts[requests.models[r], g] > 0
+                and fits(t, requests.prompts[r], requests.outputs[r])
+            )  # fmt: skip
+        g = _host(
+            network, there, able, requests.prompts[r], requests.arrivals[r], requests.ttft[r], expected, queued
+        )
+        if g >= 0:
+            t = state_at(network.states[g])
+            taken = _add(network, requests, g, r)
+            t.numbers[taken, KNOWN] = t.numbers[taken, PROMPT] = known
+            t.times[taken, LAST] = s.times[slot, LAST]
+            end(s, slot)
+            dirty[network.lanes[g]] = True
+
+
+@part
+def _add(network: Network, requests: Requests, g: int, r: int) -> int:
+    """A request waits in a group from now on. Returns its slot."""
+    s, place = state_at(network.states[g]), wanted(requests.arrivals[r], requests.ttft[r], network.rules[g, 0] > 0)
+    slot = add(s, requests.prompts[r], requests.outputs[r], requests.arrivals[r], place, requests.tbt[r], 0)
+    s.numbers[slot, TAG] = r
+    return slot
+
+
+@part
+def _swap(
+    network: Network, there: Residents, requests: Requests, lane: int, now: float, able: Bools, expected: Floats,
+    queued: Ints, dirty: Bools,
+) -> None:  # fmt: skip
+    """Has models loaded that are asked for, where the device does not hold all (`Controller._swap`)."""
+    count, loaded = len(able), 0
+    first, used, mine = np.full(count, np.inf), np.zeros(count), np.zeros(count, np.bool_)
+    for g in range(count):
+        if network.lanes[g] == lane:
+            s = state_at(network.states[g])
+            loaded += there.resident[g]
+            for k in range(s.now[HEAD], s.now[TAIL] if not there.resident[g] else 0):
+                first[g] = min(first[g], s.times[s.waiting[k], ARRIVAL])
+    while True:
+        i = np.argmin(first)
+        if first[i] == np.inf:
+            return
+        if loaded >= there.slots[lane]:
+            for g in range(count):
+                s = state_at(network.states[g])
+                mine[g] = network.lanes[g] == lane and there.resident[g] and there.up[g]
+                queued[g], used[g] = num_waiting(s) + s.now[RUNNING], s.factors[LANDED]
+            gone = gives_way(mine, queued, used, there.came, there.emitted, now - first[i], now)
+            if gone < 0:
+                return
+            _lose(network, there, requests, gone, able, expected, queued, dirty)
+            loaded -= 1
+        there.resident[i], there.since[i], there.back[i], first[i] = True, now, now + there.load_s[i], np.inf
+        loaded += 1
+
+
 @entry(
     tuple_of(INTS, FLOATS, FLOATS, INTS, types.Array(types.float32, 1, "C"), INTS, INTS_2D, FLOATS, FLOATS_2D),
-    INTS, types.NamedTuple((FLOATS_2D, INTS, FLOATS_2D, FLOATS), Times), INTS, I64, INTS_2D, INTS_2D,  # type: ignore[no-untyped-call]
-    types.NamedTuple((FLOATS, INTS, INTS, INTS, FLOATS, FLOATS), Requests),  # type: ignore[no-untyped-call]
-)  # fmt: skip
-def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: ignore[no-untyped-def]
-    """groups: addresses of their states; lanes [groups]: which of the devices each has; hosts [models, groups]; rules
-    [groups, 2]: whether goals order prompts, and whether those that cannot be met are rejected."""
-    count, arrivals, outputs = len(groups), requests.arrivals, requests.outputs
+    *(
+        types.NamedTuple(fields, kind)  # type: ignore[no-untyped-call]
+        for fields, kind in (
+            ((INTS, INTS, INTS_2D, INTS_2D), Network),
+            ((FLOATS_2D, INTS, FLOATS_2D, FLOATS), Times),
+            ((INTS, INTS_2D, INTS, INTS), Lenders),
+            ((INTS, FLOATS, BOOLS, BOOLS, FLOATS, FLOATS, FLOATS, FLOATS), Residents),
+            ((FLOATS, INTS, INTS, INTS, FLOATS, FLOATS), Requests),
+        )
+    ),
+)
+def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-def]
+    groups, lanes, hosts, rules = network
+    count, num_lanes, arrivals, outputs = len(groups), len(there.slots), requests.arrivals, requests.outputs
     stages, deepest, members = 1, np.zeros(num_lanes, np.int64), np.zeros(num_lanes, np.int64)
     model_of = np.zeros(count, np.int64)
     for g in range(count):
@@ -232,12 +401,13 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
     expected, due = np.zeros(count), np.zeros(count)
     dirty, r = np.zeros(len(clocks), np.bool_), 0
     wakes = np.full(count, np.inf)  # up to when a group's steps are known already
+    swapping = there.slots.max() > 0 if num_lanes > 0 else False
     while True:
         now = arrivals[r] if r < total else np.inf
         for g in range(count):
             if flying[g] > 0:
                 now = min(now, ends[g, head[g]], enters[g])
-            now = min(now, wakes[g])
+            now = min(now, wakes[g], there.back[g])
         if now == np.inf:
             break
         for g in range(count):
@@ -251,7 +421,8 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
                 at = head[g]
                 batch, m = s.now[NEXT_BATCH] - flying[g], model_of[g]
                 place = batch % s.limits[PIPELINE]
-                land(s, batch, s.emits[place])
+                if land(s, batch, s.emits[place]) > 0:
+                    there.emitted[g] = now
                 gap_ends[m] = _take_tokens(s, place, now, gaps, gap_ends[m], first, finish, tokens)
                 head[g], flying[g] = (at + 1) % stages, flying[g] - 1
                 dirty[lanes[g]] = True
@@ -260,7 +431,7 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
                 dirty[lanes[g]] = True
             if s.now[ENTERING] < 0:
                 enters[g] = np.inf
-            if flying[g] == 0 and _has_device(groups, lanes, g):
+            if flying[g] == 0 and lenders.place[g] < 0 and not swapping and _has_device(groups, lanes, g):
                 until, m, lane = arrivals[r] if r < total else np.inf, model_of[g], lanes[g]
                 if num_steps + 64 > len(took):
                     steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
@@ -273,20 +444,14 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
                 num_steps += more
                 if more > 0:
                     wakes[g], dirty[lane] = until_then, False
+        for g in range(count):
+            if there.back[g] == now:
+                there.up[g], there.came[g], there.back[g], dirty[lanes[g]] = True, now, np.inf, True
         while r < total and arrivals[r] == now:
-            m, size = requests.models[r], requests.prompts[r]
             for g in range(count):
-                able[g] = hosts[m, g] > 0 and fits(state_at(groups[g]), size, outputs[r])
-                queued[g] = num_waiting(state_at(groups[g])) + state_at(groups[g]).now[RUNNING] if able[g] else 0
-                expected[g] = 0.0
-                if able[g] and rules[g, 1] > 0:
-                    others = 0.0
-                    for other in range(count):
-                        if other != g and lanes[other] == lanes[g]:
-                            others += turn(state_at(groups[other]))
-                    place = wanted(now, requests.ttft[r], rules[g, 0] > 0)
-                    expected[g] = first_token(state_at(groups[g]), size, place, others)
-            g = soonest(expected, queued, able)
+                s = state_at(groups[g])
+                able[g] = hosts[requests.models[r], g] > 0 and fits(s, requests.prompts[r], outputs[r])
+            g = _host(network, there, able, requests.prompts[r], now, requests.ttft[r], expected, queued)
             if g >= 0 and expected[g] > (
                 requests.ttft[r] if expected[g] < np.inf else state_at(groups[g]).factors[GOAL]
             ):
@@ -295,16 +460,22 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
             if g < 0:
                 finish[r] = now
             else:
-                s = state_at(groups[g])
-                slot = add(
-                    s, size, outputs[r], now, wanted(now, requests.ttft[r], rules[g, 0] > 0), requests.tbt[r], 0
-                )  # fmt: skip
-                s.numbers[slot, TAG] = r
+                _add(network, requests, g, r)
                 dirty[lanes[g]] = True
             r += 1
-        for lane in range(len(clocks)):
-            while dirty[lane]:
-                in_flight, horizon = 0, now
+        lane = 0
+        while lane < num_lanes:  # the first with something to do, which may have been passed already
+            if not dirty[lane]:
+                lane += 1
+                continue
+            dirty[lane], going = False, True
+            if there.slots[lane] > 0:
+                _swap(network, there, requests, lane, now, able, expected, queued, dirty)
+                for g in range(count):
+                    if not there.up[g]:  # its batches are lost
+                        flying[g], enters[g] = 0, np.inf
+            while going:
+                in_flight, horizon, going = 0, now, False
                 alone = members[lane] == 1
                 for g in range(count):
                     tried[g] = lanes[g] != lane
@@ -313,11 +484,13 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
                         if not alone:
                             due[g] = next_due(state_at(groups[g]))
                             horizon += turn(state_at(groups[g]))
-                dirty[lane] = False
                 g = next_in_turn(served, due, horizon, tried) if in_flight < deepest[lane] else -1
                 while g >= 0:
                     s = state_at(groups[g])
-                    width = compose(s)
+                    begin, end = lenders.begins[lane], lenders.begins[lane + 1]
+                    if lenders.place[g] >= 0 and num_waiting(s) + s.now[RUNNING] > 0:
+                        share_out(lenders.states[begin:end], lenders.sizes[begin:end], lenders.place[g] - begin)
+                    width = compose(s) if there.up[g] else 0
                     if width > 0:
                         num_turns += 1
                         served[g] = num_turns
@@ -340,10 +513,11 @@ def _run(groups, times, lanes, num_lanes, hosts, rules, requests):  # type: igno
                         for k in range(stages):
                             left[num_steps, k] = clocks[lane, k]
                         num_steps += 1
-                        dirty[lane] = True  # perhaps there is room for another
+                        going = True  # perhaps there is room for another
                         break
                     tried[g] = True
                     g = next_in_turn(served, due, horizon, tried)
+            lane = 0
     return (
         owner, first, finish, tokens, gaps, gap_ends, steps[:num_steps], took[:num_steps], left[:num_steps],
     )  # fmt: skip

@@ -6,18 +6,17 @@ import pytest
 
 from paceline.cli import fleet_file
 from paceline.cli.groups import (
-    KV_SHARE,
     OVERHEAD,
     devices_of,
+    held_of,
     read_placement,
-    slots_of,
     weight_bytes,
     worker_group,
     worker_groups,
 )
 from paceline.cli.models import find_models
 from paceline.cli.planning import load_placement
-from paceline.core.cluster import Parallel
+from paceline.core.cluster import KV_SHARE, Parallel
 from paceline.engine.config import ModelConfig
 from paceline.runtime.workers import Seat
 from tests.cli.test_fleet_file import GOOD, write
@@ -78,10 +77,10 @@ def test_a_placement_of_another_fleet_is_refused(tmp_path, groups, cluster, word
 
 
 def test_where_memory_is_short_models_are_loaded_by_need(tmp_path):
-    assert slots_of([30e6, 30e6, 30e6], OVERHEAD + (200 << 20)) is None
-    assert slots_of([30e6, 90e6, 50e6, 10e6], OVERHEAD + (200 << 20)) == 2, "the two largest fit, so any two do"
+    assert held_of([30e6, 30e6, 30e6], OVERHEAD + (200 << 20)) is None
+    assert held_of([30e6, 90e6, 50e6, 10e6], OVERHEAD + (200 << 20)) == 2, "the two largest fit, so any two do"
     with pytest.raises(ValueError, match="memory: 840 MiB .* too few for a model of 190 MiB"):
-        slots_of([200e6], OVERHEAD + (200 << 20))
+        held_of([200e6], OVERHEAD + (200 << 20))
     models = find_models([str(write(tmp_path, GOOD))], [])
     size = max(map(weight_bytes, models))
     room = int(size / (1 - KV_SHARE)) + (1 << 20)

@@ -7,9 +7,13 @@ import signal
 
 import pytest
 
-from paceline.batching.residency import PATIENCE_S, STAY_S, Loaded, gives_way
-from paceline.core.request import SamplingParams
+from paceline.batching.compiled import plain
+from paceline.batching.config import SchedulerConfig
+from paceline.batching.residency import PATIENCE_S, STAY_S, gives_way
+from paceline.controller import Controller, GroupConfig
+from paceline.core.request import Request, SamplingParams
 from paceline.runtime.fleet import FleetConfig, LocalFleet
+from paceline.simulator.driver import FixedOutputs, simulate
 from tests.runtime.test_fleet import Collector, expected, until, worker
 
 NAMES = tuple("abcdef")
@@ -99,14 +103,27 @@ async def test_a_worker_killed_while_it_loads_has_the_same_models_again():
 
 @pytest.mark.parametrize(
     ("loaded", "waited", "gone"),
-    [
-        ([Loaded(0, 0, 5.0, 0.0, True), Loaded(1, 0, 3.0, 0.0, True)], 0.0, 1),  # both idle: not asked for longest
-        ([Loaded(0, 0, 5.0, 0.0, True), Loaded(1, 2, 1.0, 0.0, True)], 0.0, 0),  # the other one is busy
-        ([Loaded(0, 3, 9.0, 0.0, True), Loaded(1, 2, 9.0, 0.0, True)], PATIENCE_S / 2, -1),  # not yet
-        ([Loaded(0, 3, 9.0, 0.0, True), Loaded(1, 2, 9.0, 0.0, True)], PATIENCE_S, 1),  # the fewest requests
-        ([Loaded(0, 3, 9.0, 0.0, True), Loaded(1, 2, 9.0, 10.0 - STAY_S / 2, True)], PATIENCE_S, 0),  # has just come
-        ([Loaded(0, 0, 9.0, 0.0, False)], 99.0, -1),  # is still coming
+    [  # by model: whether it is there, requests, when it was used, when it came, and when it gave a token
+        ([(True, 0, 5.0, 0.0, 5.0), (True, 0, 3.0, 0.0, 3.0)], 0.0, 1),  # both idle: not asked for longest
+        ([(True, 0, 5.0, 0.0, 5.0), (True, 2, 1.0, 0.0, 1.0)], 0.0, 0),  # the other one is busy
+        ([(True, 3, 9.0, 0.0, 9.0), (True, 2, 9.0, 0.0, 9.0)], PATIENCE_S / 2, -1),  # not yet
+        ([(True, 3, 9.0, 0.0, 9.0), (True, 2, 9.0, 0.0, 9.0)], PATIENCE_S, 1),  # the fewest requests
+        ([(True, 3, 9.0, 0.0, 9.0), (True, 2, 9.0, 10.0 - STAY_S / 2, 9.5)], PATIENCE_S, 0),  # has just come
+        ([(True, 3, 9.0, 0.0, 9.0), (True, 2, 9.0, 5.0, 4.0)], PATIENCE_S, 0),  # no token since it came
+        ([(False, 0, 9.0, 0.0, 9.0)], 99.0, -1),  # is still coming, or is not there
     ],
 )
 def test_who_gives_way(loaded, waited, gone):
-    assert gives_way(loaded, waited, 10.0) == gone
+    assert plain(gives_way)(*zip(*loaded, strict=True), waited, 10.0) == gone
+
+
+@pytest.mark.timeout(30)
+def test_models_whose_prompts_take_longer_than_a_stay_do_not_drive_each_other_out_for_ever():
+    """25 steps of a second for each prompt; a model stays for two seconds, and until it has given a token."""
+    limits = SchedulerConfig(token_budget=8)
+    groups = [
+        GroupConfig((name,), limits, device=0, slots=1, resident=name == "a", load_s=1.5) for name in ("a", "b")
+    ]
+    requests = [Request(name, 200, 3, model=name) for name in ("a", "b")]
+    events = simulate(Controller(groups), requests, lambda batch: 1.0, FixedOutputs({"a": 3, "b": 3}))
+    assert {event.request for event in events if event.kind == "finished"} == {"a", "b"}

@@ -20,6 +20,7 @@ from paceline.workload.arrivals import gamma
 from paceline.workload.trace import Trace
 
 STEP = StepTime(tuple(0.01 + 1e-5 * n for n in range(513)), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+TEXTS = StepTime(tuple(0.02 + 4e-4 * n for n in range(513)), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 GB = 10**9
 
 
@@ -38,7 +39,10 @@ def decoder(name: str, **goals: float) -> SimulatedModel:
     return SimulatedModel(ModelTable(name, shapes), SLO(**goals), STEP, kv_bytes=1000)
 
 
-def fleet(models: list[SimulatedModel], groups: list[tuple[Parallel, list[str]]], rate: float = 4.0, seconds=20.0):
+def fleet(
+    models: list[SimulatedModel], groups: list[tuple[Parallel, list[str]]], rate: float = 4.0, seconds=20.0,
+    memory: int = 8 * GB, bandwidth: float = 0.0,
+):  # fmt: skip
     streams = {model.name: gamma(rate, 2.0, seconds, i) for i, model in enumerate(models)}
     known = {model.name: ([100], [20 if model.step_time else 0]) for model in models}
     trace = Trace.of(streams, lambda name, count: (known[name][0] * count, known[name][1] * count))
@@ -48,8 +52,9 @@ def fleet(models: list[SimulatedModel], groups: list[tuple[Parallel, list[str]]]
         begin += parallel.devices
     placement = Placement(tuple(made))
     slo = [model.slo.deadline or np.inf for model in models]
-    problem = Problem(Cluster(begin, 8 * GB), [m.table for m in models], slo, trace.arrivals, trace.models)
-    return run(models, placement, trace, problem, memory=8 * GB), placement, trace
+    cluster = Cluster(begin, memory, load_bandwidth=bandwidth)
+    problem = Problem(cluster, [m.table for m in models], slo, trace.arrivals, trace.models)
+    return run(models, placement, trace, problem, memory=memory), placement, trace
 
 
 def test_both_kinds_side_by_side():
@@ -66,6 +71,45 @@ def test_both_kinds_side_by_side():
     rows = result.devices(placement)
     assert [row["device"] for row in rows] == [0, 1, 2] and all(0 < row["utilization"] <= 1 for row in rows)
     assert {name for name, _ in timeline(result)} == {"group 0, stage 0", "group 0, stage 1", "group 1, stage 0"}
+
+
+def test_texts_share_a_group_with_a_model_that_generates():
+    texts = replace(encoder("e"), text_time=TEXTS, budget=GoalBudget(TEXTS.linear, TEXTS.terms, 1, 512, 512))
+    models, groups = [texts, decoder("d", ttft=1.0, tbt=0.1)], [(Parallel(), ["e", "d"])]
+    result, placement, trace = fleet(models, groups, rate=3.0)
+    outcomes, mine = result.outcomes, trace.models == 0
+    served = mine & (outcomes.statuses == 0)
+    assert served.sum() > 0.8 * mine.sum() and not outcomes.outputs[mine].any(), "an encoder gives no tokens"
+    assert np.array_equal(outcomes.first_tokens[served], outcomes.finishes[served])
+    waits = (outcomes.finishes - trace.arrivals)[served]
+    assert TEXTS.linear[100] - 1e-9 <= waits.min() and waits.max() <= 0.5 + 1e-9, "those that would be late are refused"
+    ordered = sorted(result.spans[0, 0][0]), sorted(result.spans[0, 0][1])
+    assert (np.array(ordered[0][1:]) >= np.array(ordered[1][:-1]) - 1e-9).all(), "one step at a time"
+    alone = fleet(models, [(Parallel(), ["e"]), (Parallel(), ["d"])], rate=3.0)[0].outcomes
+    assert outcomes.finishes[~mine].sum() > alone.finishes[~mine].sum(), "the other model's turns take time"
+
+
+def test_texts_that_wait_go_together():
+    seconds = np.concatenate([[0.0], 0.1 + 0.01 * np.arange(512) / 512])  # five cost what one does
+    time = StepTime(tuple(seconds.tolist()), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    texts = replace(encoder("e"), slo=SLO(), text_time=time)
+    result, _, trace = fleet([texts], [(Parallel(), ["e"])], rate=30.0)
+    assert (result.outcomes.finishes - trace.arrivals).max() < 1.0
+    one_by_one, _, _ = fleet([replace(texts, text_time=None)], [(Parallel(), ["e"])], rate=30.0)
+    assert (one_by_one.outcomes.finishes - trace.arrivals).max() > 5.0
+
+
+def test_models_that_generate_are_loaded_by_need():
+    models, groups = [decoder(name) for name in "abc"], [(Parallel(), ["a", "b", "c"])]
+    with pytest.raises(ValueError, match="memory: 'a' has no room for its KV cache"):
+        fleet(models, groups, memory=5 * GB // 2)
+    quick, slow = (
+        fleet(models, groups, 1.0, memory=3 * GB, bandwidth=bandwidth)[0].outcomes for bandwidth in (50.0 * GB, GB / 2)
+    )
+    plenty = fleet(models, groups, 1.0)[0].outcomes
+    assert all((one.statuses == 0).all() and (one.outputs == 20).all() for one in (quick, slow, plenty))
+    waits = [float((one.first_tokens - one.arrivals).mean()) for one in (plenty, quick, slow)]
+    assert waits[0] < waits[1] < waits[2] and waits[2] > 0.5, "loading takes two seconds"
 
 
 def test_a_run_is_repeated_to_the_bit():
@@ -121,7 +165,7 @@ def test_what_nobody_hosts_is_rejected():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="groups.0.models: a, b: one-shot and autoregressive models mixed"):
+    with pytest.raises(ValueError, match="groups.0.models: a, b: one-shot models share groups with autoregressive"):
         fleet([decoder("a"), encoder("b")], [(Parallel(), ["a", "b"])])
     big = replace(decoder("a"), kv_bytes=10**9)
     with pytest.raises(ValueError, match="memory: 'a' has no room for its KV cache"):

@@ -22,26 +22,35 @@ from paceline.simulator.steps import Requests, SimulatedGroup, run
 FAST = StepTime(tuple(0.25 + n / 8 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 SLOW = StepTime(tuple(1.0 + n / 4 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 GOAL = GoalBudget(FAST.linear, FAST.terms, 4, 16, 64, tbt=2.0, margin=0.125)
+MODELS = "abcde"
 TIGHT = replace(GOAL, tbt=FAST.seconds(StepShape(3, 3, 3, 60)))  # few may decode together
 
 
 def fleets(policy: str, rng: random.Random) -> list[SimulatedGroup]:
-    """Two hosts of one model, one with little memory; two models that share a device with stages."""
+    """Two hosts of one model, one with little memory; two models that share a device with stages, and an encoder."""
 
-    admission = rng.random() < 0.5
+    admission, lends = rng.random() < 0.5, rng.random() < 0.5
 
-    def group(model: str, model_time: StepTime, share: float = 1.0, **options) -> SimulatedGroup:
+    def group(model: str, model_time: StepTime, share: float = 1.0, lent: int = 0, **options) -> SimulatedGroup:
+        blocks = rng.choice([15, 20, 200])
         limits = SchedulerConfig(
-            token_budget=rng.choice([8, 24, 64]), max_batch=rng.choice([3, 8]), block_size=4,
-            num_blocks=rng.choice([15, 20, 200]), watermark=rng.choice([0.0, 0.1]), max_num_batched_tokens=48,
+            token_budget=rng.choice([8, 24, 64]), max_batch=rng.choice([3, 8]), block_size=4, num_blocks=blocks,
+            watermark=rng.choice([0.0, 0.1]), max_num_batched_tokens=48, most_blocks=blocks + lent if lent else None,
         )  # fmt: skip
-        return SimulatedGroup(GroupConfig((model,), limits, policy, admission=admission, **options), model_time, share)
+        options = {"policy": policy} | options
+        return SimulatedGroup(GroupConfig((model,), limits, admission=admission, **options), model_time, share)
 
     return [
         group("a", FAST, budget=rng.choice([None, GOAL, TIGHT])),
         group("a", SLOW, pipeline=2, share=0.5, budget=rng.choice([None, GOAL.of_share(2.0)])),
-        group("b", SLOW, pipeline=3, share=0.25, device=7),
-        group("c", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL, TIGHT])),
+        group("b", SLOW, pipeline=3, share=0.25, device=7, lent=20, block_bytes=(3000, 2000) * lends),
+        group(
+            "c", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL, TIGHT]), lent=40,
+            block_bytes=(2000, 2000) * lends,
+        ),
+        group("b", FAST, device=9, slots=1, resident=False, load_s=0.75),
+        group("e", FAST, device=9, slots=1, load_s=1.5, budget=rng.choice([None, GOAL])),
+        group("d", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL]), policy="prefill_first"),
     ]
 
 
@@ -72,11 +81,11 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:
     rng = random.Random(seed)
     groups, arrival, requests = fleets(policy, rng), 0.0, []
-    for index in range(90):
+    for index in range(140):
         arrival += rng.choice([0.0, 0.25, 1.0, 6.0])
         slo = SLO(rng.choice([None, 0.5, 8.0]), rng.choice([None, 1.0, 4.0]))
-        size = rng.choice([1, 5, 16, 40, 70]), rng.randint(1, 12)
-        requests.append(Request(str(index), *size, arrival, rng.choice("abc"), slo))
+        model, size = rng.choice(MODELS), (rng.choice([1, 5, 16, 40, 70]), rng.randint(1, 12))
+        requests.append(Request(str(index), size[0], 1 if model == "d" else size[1], arrival, model, slo))
     return groups, requests
 
 
@@ -87,11 +96,11 @@ def test_it_decides_as_the_controller_does(policy, seed):
     owner, times, taken, _ = simulated(groups, requests)
     goals = [[np.inf if g is None else g for g in (r.slo.ttft, r.slo.tbt)] for r in requests]
     columns = Requests(
-        np.array([r.arrival for r in requests]), np.array(["abc".index(r.model) for r in requests]),
+        np.array([r.arrival for r in requests]), np.array([MODELS.index(r.model) for r in requests]),
         np.array([r.prompt_tokens for r in requests]), np.array([r.max_tokens for r in requests]),
         *np.array(goals).T.copy(),
     )  # fmt: skip
-    found = run(groups, ("a", "b", "c"), columns)
+    found = run(groups, MODELS, columns)
     assert found.owner.tolist() == list(owner.values())
     for index, of_one in enumerate(times.values()):
         if of_one:
@@ -102,19 +111,19 @@ def test_it_decides_as_the_controller_does(policy, seed):
     made = [(*step, *left[:k]) for step, left, k in rows]
     group = operator.itemgetter(0)  # steps of a group are in order
     assert sorted(made, key=group) == sorted(taken, key=group)
-    begins = np.cumsum([0, *np.bincount(columns.models, columns.outputs, 3).astype(int)])
-    for m in range(3):
-        mine = [np.diff(of_one) for r, of_one in zip(requests, times.values(), strict=True) if r.model == "abc"[m]]
+    begins = np.cumsum([0, *np.bincount(columns.models, columns.outputs, 5).astype(int)])
+    for m in range(5):
+        mine = [np.diff(of_one) for r, of_one in zip(requests, times.values(), strict=True) if r.model == MODELS[m]]
         gaps = found.gaps[begins[m] : found.gap_ends[m]]
         assert sorted(gaps) == sorted(np.concatenate(mine).astype(np.float32))
 
 
 def test_the_comparison_has_seen_it_all():
     kinds = [simulated(*workload(policy, seed))[3] for policy in ("sarathi_serve", "paceline") for seed in range(6)]
-    assert set().union(*kinds) >= {"preempted", "rejected", "finished", "ttft", "tbt"}
+    assert set().union(*kinds) >= {"preempted", "rejected", "finished", "ttft", "tbt", "load", "unload", "moved"}
 
 
 def test_without_requests_nothing_happens():
     empty = Requests(*(np.zeros(0, kind) for kind in (float, np.int64, np.int64, np.int64, float, float)))
-    found = run(fleets("paceline", random.Random(0)), ("a", "b", "c"), empty)
+    found = run(fleets("paceline", random.Random(0)), MODELS, empty)
     assert len(found.steps) == len(found.owner) == 0
