@@ -126,7 +126,8 @@ class Planned:
         if model.by_steps is None:
             return model.table
         mine = trace.models == m
-        prompt, output = max(1.0, _mean(trace.prompts, mine)), _mean(trace.outputs, mine)
+        prompt = max(1.0, _mean(trace.prompts, mine))
+        output = 0.0 if model.text_time else _mean(trace.outputs, mine)
         step, batch = model.by_steps, 8
         decode = step.seconds(StepShape(batch, batch, batch, int(batch * prompt))) / batch
         seconds = step.seconds(StepShape().add(0, int(prompt), True)) + output * decode

@@ -39,6 +39,9 @@ def threads_of(devices: int | None) -> int | None:
     return devices and max(1, len(os.sched_getaffinity(0)) // devices)
 
 
+MEASURED = 2  # changes when steps do: keys and values in half precision beside int8 weights
+
+
 def cpu_name() -> str:
     """The processor in its maker's words."""
     path = Path("/proc/cpuinfo")
@@ -49,7 +52,7 @@ def cpu_name() -> str:
 def cache_file(model: Path, quantization: str, device: Device) -> Path:
     """Where the profile of the checkpoint directory `model` is kept, whether or not there is one."""
     config = (model / "config.json").read_bytes()
-    key = hashlib.sha256(config + msgspec.json.encode([quantization, device])).hexdigest()[:20]
+    key = hashlib.sha256(config + msgspec.json.encode([MEASURED, quantization, device])).hexdigest()[:20]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "paceline" / "profiles" / f"{key}.json"
 

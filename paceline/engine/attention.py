@@ -296,7 +296,7 @@ def working_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> i
     chunk = min(max_batch_tokens, context)
     if _tiled("cpu"):
         return 4 * kernels.num_threads() * kernels.block_floats(config.heads // config.kv_heads, config.head_dim)
-    gathered = 2 * config.kv_heads * config.head_dim * context
+    gathered = 3 * config.kv_heads * config.head_dim * context  # and in half precision, where they are kept so
     parts = 3 * chunk * config.heads * config.head_dim
     windows = [window for window in set(config.windows) if window is not None]
     masks = sum(chunk * min(context, window + chunk) for window in windows)

@@ -390,7 +390,8 @@ class ModelRunner:
             return
         try:
             verdicts = self._verdicts(jobs, logits)
-        except Exception:
+        except Exception as error:
+            self._complain(f"a verdict failed: {type(error).__name__}: {error}")
             for job in jobs if len(jobs) > 1 else ():
                 self._judge([job], logits)
             if len(jobs) == 1:  # as if nothing had been drafted

@@ -519,7 +519,7 @@ def _describe_row(
     if has_nan or not np.isfinite(peak):
         return
     if temperature < GREEDY_BELOW:  # sure of its token
-        found[2], found[3], found[4] = 0.0, key, _first(row, maxima, peak)
+        found[2], found[3], found[4] = 0.0, key, _nth_equal(bits, maxima, key, 1)
         return
     lowest = _flip(_as_bits(np.float32(-np.inf)))
     floor, last = lowest, -1

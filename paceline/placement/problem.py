@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.cluster import Cluster, Group, Parallel, Placement
+from paceline.core.cluster import KV_SHARE, Cluster, Group, Parallel, Placement
 from paceline.placement.dispatch import RULES, replay
 from paceline.placement.tables import ModelTable
 
@@ -112,6 +112,8 @@ class Problem:
                     self.weight[m, p, :k] = shape.stage_weight_bytes
                     if self.reserve:
                         self.weight[m, p, :k] += self.reserve[m] / parallel.devices
+                    if self.cluster.load_bandwidth > 0 and self.kinds and self.kinds[m]:
+                        self.weight[m, p, :k] /= 1 - KV_SHARE  # what `slots_of` leaves beside it
                 else:
                     self.weight[m, p] = np.inf
         self.goal = np.array(self.slo, np.float64)

@@ -48,6 +48,12 @@ class SimulatedModel:
         return self.table.name
 
     @property
+    def first_token(self) -> float | None:
+        """The goal for the first token. A text's answer comes whole: its deadline is one."""
+        goals = self.slo.ttft, self.slo.deadline if self.text_time else None
+        return min((goal for goal in goals if goal is not None), default=None)
+
+    @property
     def by_steps(self) -> StepTime | None:
         """What its steps take, where it is simulated by steps."""
         return self.step_time or self.text_time
@@ -155,6 +161,8 @@ def _by_steps(
         hosted = [models[trace.names.index(name)] for name in group.models]
         sizes = [max(model.table.shapes[group.parallel].stage_weight_bytes) for model in hosted]
         slots = slots_of(sizes, memory) if memory and bandwidth else None
+        if slots == 0:
+            raise ValueError(f"groups.{g}.models: {memory} bytes a device are too few for {max(sizes)} and KV")
         for place, (name, model) in enumerate(zip(group.models, hosted, strict=True)):
             if model.by_steps is not None:
                 limit = _limits(model, group, hosted, slots, memory, limits)
@@ -171,19 +179,17 @@ def _by_steps(
                 lanes.append(g)
     mine = np.array([model.by_steps is not None for model in models])[trace.models]
     whole = np.array([model.text_time is not None for model in models])
-    goals = [
-        (min((goal for goal in (slo.ttft, slo.deadline) if goal is not None), default=None), slo.tbt)
-        for slo in (model.slo for model in models)
-    ]
+    goals = [(model.first_token, model.slo.tbt) for model in models]
     ttft, tbt = np.array(goals, np.float64).T  # NaN is no goal
     of = trace.models[mine].astype(np.int64)
     requests = steps.Requests(
-        trace.arrivals[mine], of, trace.prompts[mine].astype(np.int64),
+        trace.arrivals[mine], of, np.maximum(1, trace.prompts[mine]).astype(np.int64),
         np.where(whole[of], 1, np.maximum(1, trace.outputs[mine])).astype(np.int64),
         np.nan_to_num(ttft, nan=np.inf)[of], np.nan_to_num(tbt, nan=np.inf)[of],
     )  # fmt: skip
     found, outcomes = steps.run(groups, trace.names, requests), result.outcomes
     taken = found.owner >= 0
+    assert not np.isnan(found.finish).any()
     outcomes.groups[mine] = np.where(taken, np.array([*lanes, -1])[found.owner], -1)
     outcomes.first_tokens[mine], outcomes.finishes[mine] = found.first, found.finish
     outcomes.outputs[mine] = np.where(whole[of], 0, found.tokens)
@@ -212,7 +218,7 @@ def _limits(
     held = max(sum(sorted(stage)[-slots:] if slots else stage) for stage in stages)
     most = int((memory - held) * group.parallel.devices / model.kv_bytes) // BLOCK
     sharing = sum(one.kv_bytes > 0 for one in here) if slots is None else slots
-    if slots == 0 or most < sharing:
+    if most < sharing:
         raise ValueError(f"memory: {model.name!r} has no room for its KV cache in {memory} bytes a device")
     lent = most if slots is None and sharing > 1 else None
     return replace(limits, num_blocks=most // sharing, block_size=BLOCK, most_blocks=lent)

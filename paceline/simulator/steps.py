@@ -119,7 +119,7 @@ class Result(NamedTuple):
     """What became of them; and of each step its group, tokens, seconds in a stage and when it left each stage, those of
     a group in order."""
 
-    owner: Ints  # group; -1: nobody could take it
+    owner: Ints  # group that took it when it came; -1: nobody could
     first: Floats  # time of the first token, NaN without one
     finish: Floats
     tokens: Ints

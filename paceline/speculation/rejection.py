@@ -98,7 +98,7 @@ def acceptance(
     p, behind = [accept[i] for i in going_on], [rows[i] + 1 for i in going_on]
     masses = pair.excess(behind, [i + 1 for i in going_on], p) if going_on else []
     for i, excess in zip(going_on, masses, strict=True):
-        accept[i] = excess / (excess + 1 - accept[i]) if excess > 0 else float(accept[i] >= 1)
+        accept[i] = excess / (excess + (1 - accept[i])) if excess > 0 else float(accept[i] >= 1)
     return accept, weights
 
 

@@ -95,7 +95,7 @@ def test_a_fleet_is_measured_in_all_shapes_and_planned_with(fleet, tmp_path, mon
     for one, parallel in zip(models["a"]["parallel"], shapes, strict=True):
         assert encoder.table.shapes[parallel].stage_latency[4] == tuple(one["stage_latency"]["4"])
     assert [known.share("draft", parallel) for parallel in shapes] == shares
-    assert known.share("draft", Parallel(4)) is None and known.share("a", Parallel()) is None
+    assert known.share("draft", Parallel(4)) is None and known.share("a", Parallel()) == 1.0
     assert set(decoder.table.shapes) == set(shapes) and decoder.step_time == PROFILE.step_time
     assert decoder.budget.knee == PROFILE.knee and decoder.kv_bytes == PROFILE.roofline.kv_bytes
     assert {model for group in plan(file, known).groups for model in group.models} == {"a", "b", "draft"}

@@ -77,3 +77,10 @@ def test_a_difference_without_mass_is_the_targets_row() -> None:
         assert pair.excess([0], [0], [0.9]) == [0.0]
         last = pair.last([0], [Cut(0, 0, 0.9)])
     torch.testing.assert_close(last[0], logits[0].log_softmax(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(sampler.sample_kernels is None, reason="torch operations do the work")
+def test_a_greedy_row_is_sure_of_one_token_whatever_the_sign_of_zero() -> None:
+    logits = torch.tensor([[-1.0, -0.0, 0.0, -2.0]])
+    to_log_probs(logits, [SamplingState(SamplingParams(temperature=0.0), 4, (), (), ())], [[]])
+    assert logits[0].exp().tolist() in ([0, 0, 1, 0], [0, 1, 0, 0])

@@ -112,6 +112,12 @@ def test_models_that_generate_are_loaded_by_need():
     assert waits[0] < waits[1] < waits[2] and waits[2] > 0.5, "loading takes two seconds"
 
 
+def test_texts_that_no_device_holds_with_room_for_others_are_refused():
+    texts = replace(encoder("e"), text_time=TEXTS)
+    with pytest.raises(ValueError, match="groups.0.models: 1200000000 bytes a device are too few for 1000000000"):
+        fleet([texts, decoder("d")], [(Parallel(), ["e"]), (Parallel(2), ["d"])], memory=6 * GB // 5, bandwidth=GB)
+
+
 def test_a_run_is_repeated_to_the_bit():
     models, groups = [decoder("a"), encoder("b")], [(Parallel(), ["a"]), (Parallel(), ["b"])]
     first, second = (fleet(models, groups)[0].outcomes for _ in range(2))
