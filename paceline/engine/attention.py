@@ -6,6 +6,7 @@ one. Query heads that share a key-value head are handled without copies. On CPU 
 where they lie (`kernels.py`); elsewhere torch's attention gets them gathered.
 """
 
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.engine import layout
 from paceline.engine.config import ModelConfig
-from paceline.engine.kv_cache import KVCache, block_rows, token_rows
+from paceline.engine.kv_cache import KVCache, block_rows
 from paceline.engine.linear import Norm, kernels
 from paceline.engine.rope import rotate_
 
@@ -54,6 +56,7 @@ class Rows:
     low: Tensor
     high: Tensor
     mask: Tensor | None  # [rows, 1, 1, tokens] float32; only where keys and values are gathered
+    longest: int  # tokens that a row sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,6 @@ class StepPlan:
     rows_written: Tensor  # [tokens * kv_heads], of KVCache.write
     chunks: dict[int | None, list[Chunk]]
     rows: dict[int | None, Rows | None]
-
 
     def lines(self) -> tuple[np.ndarray, np.ndarray]:
         """The plan as `kernels.decoder_layers` takes it: addresses and sizes by window (None first), and by chunk."""
@@ -77,7 +79,7 @@ class StepPlan:
                     tensor.data_ptr() for tensor in tensors
                 )
                 line[kernels.ROW_WIDTH], line[kernels.ROW_COUNT] = rows.table.shape[1], rows.table.shape[0]
-                line[kernels.ROW_LONGEST] = int((rows.high - rows.low).max())
+                line[kernels.ROW_LONGEST] = rows.longest
         chunks = next(iter(self.chunks.values()))
         whole = [(c.begin, c.end - c.begin, c.start, c.table.data_ptr()) for c in chunks]
         return plans, np.array(whole, np.int64).reshape(-1, kernels.CHUNK_FIELDS)
@@ -85,26 +87,25 @@ class StepPlan:
 
 def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, device: str = "cpu") -> StepPlan:
     """Prepares a step of these slices."""
-    starts, lengths = (np.array(numbers) for numbers in zip(*(span[:2] for span in spans), strict=True))
-    begins = np.cumsum(lengths) - lengths
-    positions = np.arange(lengths.sum()) + np.repeat(starts - begins, lengths)
-    # the blocks that are written to, span after span, and where each token's is among them
-    touched = [np.asarray(b[start // block_size : -(-(start + n) // block_size)], np.int64) for start, n, b, _ in spans]
-    counts = np.array([len(some) for some in touched])
-    first = np.cumsum(counts) - counts - starts // block_size
-    blocks = np.concatenate(touched)[positions // block_size + np.repeat(first, lengths)]
-    placed = list(zip(begins.tolist(), spans, strict=True))
-    chunks = [at for at in placed if at[1].length > SHORT and not at[1].drafted]
-    rows = [at for at in placed if at[1].length <= SHORT or at[1].drafted]
-    windows = set(config.windows)
+    held = [span.blocks if isinstance(span.blocks, array) else array("q", span.blocks) for span in spans]
+    slices = np.array([
+        (span.start, span.length, blocks.buffer_info()[0], len(blocks), span.length <= SHORT or span.drafted)
+        for span, blocks in zip(spans, held, strict=True)
+    ], np.int64)  # fmt: skip
+    lengths, alone, windows = slices[:, layout.LENGTH], slices[:, layout.ROWS] > 0, set(config.windows)
+    positions = np.empty(lengths.sum(), np.int64)
+    written = np.empty(len(positions) * config.kv_heads, np.int64)
+    layout.place_tokens(slices, block_size, config.kv_heads, positions, written)
+    begins = zip(np.cumsum(lengths) - lengths, spans, alone, strict=True) if not alone.all() else ()
+    chunks = [(int(begin), span) for begin, span, row in begins if not row]
     return StepPlan(
         positions=torch.from_numpy(positions).to(device),
-        rows_written=torch.from_numpy(token_rows(positions, blocks, block_size, config.kv_heads)).to(device),
+        rows_written=torch.from_numpy(written).to(device),
         chunks={
             window: [_plan_chunk(*at, window, config.kv_heads, block_size, device) for at in chunks]
             for window in windows
         },
-        rows={window: _plan_rows(rows, window, block_size, device) for window in windows},
+        rows=_plan_rows(slices, windows, block_size, device) if alone.any() else dict.fromkeys(windows),
     )
 
 
@@ -136,29 +137,27 @@ def _mask(start: int, length: int, first: int, window: int | None) -> Tensor:
 
 
 def _plan_rows(
-    placed: list[tuple[int, SliceSpan]], window: int | None, block_size: int, device: str
-) -> Rows | None:
-    rows = [
-        (span.start + offset + 1, begin + offset, span.blocks)
-        for begin, span in placed
-        for offset in range(span.length)
-    ]
-    if not rows:
-        return None
-    rows.sort(key=lambda row: -row[0])  # threads take rows in turn: longest first gives them about the same work
-    high = torch.tensor([row[0] for row in rows])
-    low = torch.zeros_like(high) if window is None else (high - window).clamp_(min=0)
-    table = np.zeros((len(rows), -(-rows[0][0] // block_size)), np.int64)
-    for line, (stop, _, blocks) in zip(table, rows, strict=True):
-        used = -(-stop // block_size)
-        line[:used] = np.asarray(blocks)[:used]
-    width, table = table.shape[1], torch.from_numpy(table)
-    index, mask = torch.tensor([row[1] for row in rows]), None
+    slices: np.ndarray, windows: set[int | None], block_size: int, device: str
+) -> dict[int | None, Rows | None]:
+    mine = slices[slices[:, layout.ROWS] > 0]
+    width = int(-(-(mine[:, layout.START] + mine[:, layout.LENGTH]).max() // block_size))
+    index, high = np.empty((2, mine[:, layout.LENGTH].sum()), np.int64)
+    table = np.zeros((len(index), width), np.int64)
+    layout.place_rows(slices, block_size, index, high, table)
+    tensors = [torch.from_numpy(one).to(device) for one in (index, table, high)]
+    return {window: _rows_within(window, *tensors, high, width * block_size, device) for window in windows}
+
+
+def _rows_within(
+    window: int | None, index: Tensor, table: Tensor, high: Tensor, ends: np.ndarray, tokens: int, device: str
+) -> Rows:
+    low = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    mask = None
     if not _in_place(device):
-        token = torch.arange(width * block_size)
-        hidden = (token >= high[:, None]) | (token < low[:, None])
+        token = np.arange(tokens)
+        hidden = torch.from_numpy((token >= ends[:, None]) | (token < low[:, None]))
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None].to(device)
-    return Rows(index.to(device), table.to(device), low.to(device), high.to(device), mask)
+    return Rows(index, table, torch.from_numpy(low).to(device), high, mask, int((ends - low).max()))
 
 
 def _in_place(device: str) -> bool:

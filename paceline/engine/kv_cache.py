@@ -52,6 +52,7 @@ class KVCache:
         width = self.block_size * self.head_dim
         self.head_blocks = [tuple(part.view(-1, width) for part in layer) for layer in self.pool]
         self.addresses = [(layer[0].data_ptr(), layer[1].data_ptr()) for layer in self.pool]
+        self.address_table = np.array(self.addresses, np.int64).reshape(-1, 2)
 
     def first(self, layers: int) -> "KVCache":
         """The same memory, seen by a model that ends after these layers."""
@@ -69,7 +70,7 @@ class KVCache:
                 self._memory.madvise(mmap.MADV_DONTNEED, begin, part.numel() * part.element_size())
 
     def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores keys and values [tokens, kv_heads, head_dim] at `rows`, [tokens * kv_heads] from `token_rows`."""
+        """Stores keys and values [tokens, kv_heads, head_dim] at `rows` [tokens * kv_heads] of `layout`."""
         for pool, new in zip(self.rows[layer], (keys, values), strict=True):
             pool.index_copy_(0, rows, new.reshape(-1, new.shape[-1]).to(pool.dtype))
 
@@ -81,12 +82,6 @@ class KVCache:
             for pool, rows in zip(self.head_blocks[layer], self.rows[layer], strict=True)
         )
         return keys, values
-
-
-def token_rows(positions: np.ndarray, blocks: np.ndarray, block_size: int, kv_heads: int) -> np.ndarray:
-    """Rows of KVCache.rows for tokens at these positions of their sequences, in these blocks: [tokens * kv_heads]."""
-    heads = blocks[:, None] * kv_heads + np.arange(kv_heads)
-    return (heads * block_size + (positions % block_size)[:, None]).ravel()
 
 
 def block_rows(blocks: Tensor, kv_heads: int) -> Tensor:

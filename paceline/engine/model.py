@@ -22,7 +22,7 @@ from paceline.engine.kv_cache import KVCache
 from paceline.engine.linear import Linear, Norm, TiledLinear, best_kind, kernels, make_linear
 from paceline.engine.parallel import Part, Peers, part_of, times
 from paceline.engine.reader import Progress, Reader, Rows
-from paceline.engine.rope import frequencies, rotations
+from paceline.engine.rope import Rotations, frequencies
 from paceline.engine.weights import Checkpoint
 
 # Buffers that old checkpoints carry and that follow from the config, and the head of a tied model.
@@ -81,8 +81,8 @@ class Decoder:
         self.config, self.embedding, self.layers, self.norm, self.head = config, embedding, layers, norm, head
         self.device, self.peers = torch.device(device), peers
         self.sums = peers is not None and peers.place.parallel.tensor > 1
-        self.inv_freq, self.rope_factor = frequencies(config.rope, config.head_dim)
-        self.inv_freq = self.inv_freq.to(self.device)
+        inv_freq, factor = frequencies(config.rope, config.head_dim)
+        self.rotations = Rotations(inv_freq.to(self.device), factor)
         self.addresses = None if self.sums else self._addresses()
 
     def first(self, layers: int) -> "Decoder":
@@ -116,7 +116,7 @@ class Decoder:
         """What the layers make of hidden states [tokens, hidden], which they change."""
         if not self.layers:
             return x
-        turns = rotations(self.inv_freq, self.rope_factor, plan.positions)
+        turns = self.rotations(plan.positions)
         if self.addresses is not None:
             self._run_fused(x, turns, plan, cache, progress)
             return x
@@ -147,7 +147,7 @@ class Decoder:
         heads, mixed, inside = (torch.empty(count, width) for count, width in widths)
         space, own_space = kernels.spaces(rows, max(config.hidden, config.intermediate, sizes[1]), threads)
         layers = self.addresses.copy()
-        layers[:, kernels.LAYER_KEYS : kernels.LAYER_VALUES + 1] = cache.addresses
+        layers[:, kernels.LAYER_KEYS : kernels.LAYER_VALUES + 1] = cache.address_table
         plans, chunks = plan.lines()
         tensors = (x, turns, plan.rows_written, heads, mixed, inside)
         memory = [*(tensor.data_ptr() for tensor in tensors), kernels.workspace(space), progress.ctypes.data]

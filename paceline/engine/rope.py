@@ -74,6 +74,25 @@ def rotations(inv_freq: Tensor, factor: float, positions: Tensor) -> Tensor:
     return torch.polar(torch.full_like(angles, factor), angles)[:, None]
 
 
+class Rotations:
+    """`rotations` of one model. On a CPU those of positions seen so far are kept, 256 bytes each for heads of 64."""
+
+    KEPT = 2**14  # positions
+
+    def __init__(self, inv_freq: Tensor, factor: float) -> None:
+        self.inv_freq, self.factor = inv_freq, factor
+        self.table = rotations(inv_freq, factor, torch.arange(0, device=inv_freq.device))
+
+    def __call__(self, positions: Tensor) -> Tensor:
+        """[tokens, 1, head_dim / 2] complex64."""
+        highest = int(positions.max()) if positions.device.type == "cpu" else self.KEPT
+        if highest >= self.KEPT:
+            return rotations(self.inv_freq, self.factor, positions)
+        if highest >= len(self.table):
+            self.table = rotations(self.inv_freq, self.factor, torch.arange(1 << highest.bit_length()))
+        return self.table.index_select(0, positions)
+
+
 def rotate_(heads: Tensor, turns: Tensor) -> None:
     """In place: heads [tokens, n, head_dim] with adjacent pairs, times turns [tokens, 1, head_dim / 2]."""
     torch.view_as_complex(heads.unflatten(-1, (-1, 2))).mul_(turns)

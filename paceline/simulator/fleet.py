@@ -156,27 +156,7 @@ def _by_steps(
     models: Sequence[SimulatedModel], placement: Placement, trace: Trace, result: FleetRun, memory: int,
     bandwidth: float, limits: SchedulerConfig, policy: str,
 ) -> None:  # fmt: skip
-    lanes, groups = list[int](), list[steps.SimulatedGroup]()
-    for g, group in enumerate(placement.groups):
-        hosted = [models[trace.names.index(name)] for name in group.models]
-        sizes = [max(model.table.shapes[group.parallel].stage_weight_bytes) for model in hosted]
-        slots = slots_of(sizes, memory) if memory and bandwidth else None
-        if slots == 0:
-            raise ValueError(f"groups.{g}.models: {memory} bytes a device are too few for {max(sizes)} and KV")
-        for place, (name, model) in enumerate(zip(group.models, hosted, strict=True)):
-            if model.by_steps is not None:
-                limit = _limits(model, group, hosted, slots, memory, limits)
-                share, rule = model.share(group.parallel), policy
-                budget = model.budget and model.budget.of_share(share)
-                if model.text_time:  # as `runtime.fleet` serves them: whole texts
-                    limit, rule = replace(limit, max_num_batched_tokens=limit.token_budget), "prefill_first"
-                config = GroupConfig(
-                    (name,), limit, rule, group.parallel.pipeline, budget=budget, admission=True, device=g,
-                    block_bytes=(model.kv_bytes * BLOCK,) if limit.most_blocks else (), slots=slots,
-                    resident=slots is None or place < slots, load_s=sizes[place] / bandwidth if slots else 0.0,
-                )  # fmt: skip
-                groups.append(steps.SimulatedGroup(config, model.by_steps, share))
-                lanes.append(g)
+    groups, lanes = _groups(models, placement, trace, memory, bandwidth, limits, policy)
     mine = np.array([model.by_steps is not None for model in models])[trace.models]
     whole = np.array([model.text_time is not None for model in models])
     goals = [(model.first_token, model.slo.tbt) for model in models]
@@ -204,6 +184,37 @@ def _by_steps(
         here = order[bounds[g] : bounds[g + 1]]
         for k in range(len(stages) if len(here) else 0):
             result.spend(g, k, found.left[here, k], found.took[here], found.steps[here, 1])
+
+
+def _groups(
+    models: Sequence[SimulatedModel], placement: Placement, trace: Trace, memory: int, bandwidth: float,
+    limits: SchedulerConfig, policy: str,
+) -> tuple[list[steps.SimulatedGroup], list[int]]:  # fmt: skip
+    """A group for each model of a placement's groups, and which of those it is of."""
+    groups, lanes = list[steps.SimulatedGroup](), list[int]()
+    for g, group in enumerate(placement.groups):
+        hosted = [models[trace.names.index(name)] for name in group.models]
+        if not any(model.by_steps for model in hosted):
+            continue
+        sizes = [max(model.table.shapes[group.parallel].stage_weight_bytes) for model in hosted]
+        slots = slots_of(sizes, memory) if memory and bandwidth else None
+        if slots == 0:
+            raise ValueError(f"groups.{g}.models: {memory} bytes a device are too few for {max(sizes)} and KV")
+        for place, model in enumerate(hosted):
+            assert model.by_steps
+            limit, rule = _limits(model, group, hosted, slots, memory, limits), policy
+            share = model.share(group.parallel)
+            if model.text_time:  # as `runtime.fleet` serves them: whole texts
+                limit, rule = replace(limit, max_num_batched_tokens=limit.token_budget), "prefill_first"
+            config = GroupConfig(
+                (model.name,), limit, rule, group.parallel.pipeline, admission=True, device=g,
+                budget=model.budget and model.budget.of_share(share), slots=slots,
+                resident=slots is None or place < slots, load_s=sizes[place] / bandwidth if slots else 0.0,
+                block_bytes=(model.kv_bytes * BLOCK,) if limit.most_blocks else (),
+            )  # fmt: skip
+            groups.append(steps.SimulatedGroup(config, model.by_steps, share))
+            lanes.append(g)
+    return groups, lanes
 
 
 def _limits(

@@ -9,7 +9,7 @@ import torch
 from paceline.engine import attention, kv_cache
 from paceline.engine.attention import SliceSpan, attend, plan_step
 from paceline.engine.config import ModelConfig, ModelError, RopeConfig
-from paceline.engine.kv_cache import KVCache, block_rows, pool_blocks, resident_bytes, token_rows
+from paceline.engine.kv_cache import KVCache, block_rows, pool_blocks, resident_bytes
 from paceline.engine.linear import Norm
 
 
@@ -47,7 +47,8 @@ def plain_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Ten
 def written(count: int, table: list[int], kv_heads: int = 2) -> torch.Tensor:
     """Rows of the first `count` tokens of a sequence with this table, blocks of 4."""
     positions = np.arange(count)
-    return torch.from_numpy(token_rows(positions, np.array(table)[positions // 4], 4, kv_heads))
+    heads = np.array(table)[positions // 4][:, None] * kv_heads + np.arange(kv_heads)
+    return torch.from_numpy((heads * 4 + (positions % 4)[:, None]).ravel())
 
 
 def unturned(tokens: int, dims: int = 8) -> torch.Tensor:

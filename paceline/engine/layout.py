@@ -1,0 +1,52 @@
+"""Where the tokens of a step are, from the block ids of its slices. Compiled: NumPy took 0.2 ms of a decode's 4.
+
+A slice is a line of five numbers: start, length, the address of its sequence's block ids, how many there are, and
+whether its tokens are treated as rows.
+"""
+
+import numpy as np
+from numba import carray, njit
+
+from paceline.engine.addresses import longs
+
+START, LENGTH, BLOCKS, NUM_BLOCKS, ROWS, FIELDS = range(6)
+OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+
+@njit(**OPTIONS)
+def place_tokens(
+    slices: np.ndarray, size: int, kv_heads: int, positions: np.ndarray, rows: np.ndarray
+) -> None:
+    """positions [tokens] in their sequences; rows [tokens * kv_heads] of `KVCache.rows`."""
+    at = 0
+    for line in slices:
+        end = line[START] + line[LENGTH]
+        assert (end + size - 1) // size <= line[NUM_BLOCKS]
+        blocks = carray(longs(line[BLOCKS]), (line[NUM_BLOCKS],))
+        for position in range(line[START], end):
+            positions[at] = position
+            for head in range(kv_heads):
+                block = blocks[position // size] * kv_heads + head
+                rows[at * kv_heads + head] = block * size + position % size
+            at += 1
+
+
+@njit(**OPTIONS)
+def place_rows(slices: np.ndarray, size: int, index: np.ndarray, ends: np.ndarray, table: np.ndarray) -> None:
+    """Of the tokens that are rows: index among the step's tokens, how many tokens they see, and block ids (zeros behind
+    those). Threads take rows in turn: longest first gives them about the same work."""
+    count, at = len(index), 0
+    seen, place, owner = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
+    begin = 0
+    for i, line in enumerate(slices):
+        if line[ROWS] > 0:
+            for n in range(line[LENGTH]):
+                seen[at], place[at], owner[at] = line[START] + n + 1, begin + n, i
+                at += 1
+        begin += line[LENGTH]
+    for j, i in enumerate(np.argsort(-seen, kind="mergesort")):
+        line = slices[owner[i]]
+        index[j], ends[j] = place[i], seen[i]
+        blocks = carray(longs(line[BLOCKS]), (line[NUM_BLOCKS],))
+        for b in range((seen[i] + size - 1) // size):
+            table[j, b] = blocks[b]
