@@ -1,4 +1,4 @@
-"""Where the tokens of a step are, from the block ids of its slices. Compiled: NumPy took 0.2 ms of a decode's 4.
+"""Where the tokens of a step are, from the block ids of its slices. Compiled: 32 decodes took 0.46 ms in NumPy.
 
 A slice is a line of five numbers: start, length, the address of its sequence's block ids, how many there are, and
 whether its tokens are treated as rows.
