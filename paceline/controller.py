@@ -13,9 +13,9 @@ from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.lending import lend
 from paceline.batching.policies import policy
-from paceline.batching.residency import gives_way
+from paceline.batching.residency import gives_way, loading
 from paceline.batching.scheduler import Scheduler
-from paceline.batching.sharing import next_in_turn, soonest
+from paceline.batching.sharing import narrow, next_in_turn, soonest
 from paceline.batching.state import NONE
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import (
@@ -236,14 +236,13 @@ class Controller:
         able = [not reason for reason in reasons]
         staying = [free and not group.retires for free, group in zip(able, groups, strict=True)]
         able = staying if any(staying) else able
-        up = [free and group.up for free, group in zip(able, groups, strict=True)]
-        cold = [free and not group.resident for free, group in zip(able, groups, strict=True)]
         queued = [group.scheduler.num_sequences for group in groups]
         expected = [
             self._expected(i, request) if free and group.config.admission else 0.0
             for i, free, group in zip(hosts, able, groups, strict=True)
         ]
-        chosen = max(0, plain(soonest)(expected, queued, up if any(up) else cold if any(cold) else able))
+        plain(narrow)(able, [group.up for group in groups], [group.resident for group in groups])
+        chosen = max(0, plain(soonest)(expected, queued, able))
         return hosts[chosen], reasons[chosen], expected[chosen]
 
     def _expected(self, group: int, request: Request) -> float:
@@ -253,7 +252,7 @@ class Controller:
         others, state = sum(scheduler.turn() for scheduler in busy), self.groups[group]
         expected = state.scheduler.first_token(request, others)
         if not state.up and expected:
-            expected += max(0.0, state.load_s - (request.arrival - state.since if state.resident else 0.0))
+            expected += plain(loading)(state.load_s, state.resident, state.since, request.arrival)
         return expected
 
     def _refusal(self, group: GroupState, request: Request, admitted: bool) -> str:

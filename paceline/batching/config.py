@@ -1,6 +1,8 @@
 """Limits of a group's steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+WHOLE_PROMPTS = "prefill_first"  # the policy of encoders: who looks at the whole text takes no chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class SchedulerConfig:
             raise ValueError(f"max_model_len: {self.max_model_len} is not at least 1")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark: {self.watermark} is not a share in [0, 1)")
+
+    def of_texts(self) -> "SchedulerConfig":
+        """For WHOLE_PROMPTS: as many texts in a step as the budget has tokens."""
+        return replace(self, max_num_batched_tokens=self.token_budget)
 
     @property
     def watermark_blocks(self) -> int:

@@ -39,3 +39,10 @@ def gives_way(there: Any, requests: Any, used: Any, came: Any, emitted: Any, wai
         ):
             best = g
     return best
+
+
+@part
+def loading(load_s: float, resident: bool, since: float, arrival: float) -> float:
+    """Seconds for which a request that arrives still waits for a model that is not there: all of what loading takes, or
+    what is left of it since it was decided that the model is to come."""
+    return max(0.0, load_s - (arrival - since if resident else 0.0))

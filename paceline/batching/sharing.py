@@ -15,6 +15,17 @@ UNHURRIED_S = 0.5  # who has no goal waits about so long for a turn, if others h
 
 
 @part
+def narrow(able: Any, up: Any, resident: Any) -> None:
+    """Of the groups that can take a request those that are up stay `able`, else those that can be loaded, else all."""
+    any_up = any_cold = False
+    for g in range(len(able)):
+        any_up = any_up or (able[g] and up[g])
+        any_cold = any_cold or (able[g] and not resident[g])
+    for g in range(len(able)):
+        able[g] = able[g] and (up[g] if any_up else not (any_cold and resident[g]))
+
+
+@part
 def soonest(expected: Any, queued: Any, able: Any) -> int:
     """Of the groups that can take a request the one that is expected to begin with its output first, of equals the one
     with the fewest, the first of those; -1: none can."""

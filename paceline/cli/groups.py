@@ -154,8 +154,8 @@ def group_model(model: Model, parallel: Parallel, share: float | None = None) ->
     """`share`: of a step's time that a stage takes; None: nobody knows, and it is taken to be that of the devices."""
     drafting, share = model.drafting, share or 1 / parallel.devices
     step, slo = model.step_time, model.slo
-    if model.encoder:  # its answer comes whole: a deadline is a goal for the first token
-        slo = SLO(min((goal for goal in (slo.ttft, slo.deadline) if goal is not None), default=None))
+    if model.encoder:
+        slo = SLO(slo.whole)
     return ServedModel(
         model.name,
         model.tokenizer.eos_ids,

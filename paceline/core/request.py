@@ -12,6 +12,11 @@ class SLO:
     tbt: float | None = None  # time between tokens
     deadline: float | None = None  # arrival to last token
 
+    @property
+    def whole(self) -> float | None:
+        """For the first token, of an answer that comes whole: then a deadline is one, too."""
+        return min((goal for goal in (self.ttft, self.deadline) if goal is not None), default=None)
+
 
 NO_SLO = SLO()
 MAX_DRAFT_TOKENS = 16  # a step, of a sequence

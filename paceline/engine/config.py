@@ -125,8 +125,8 @@ class ModelConfig:
     norm_topk: bool = True  # the weights of a token's experts sum to 1
 
     def kv_bytes_per_token(self, quantization: str = "none") -> int:
-        """Bytes of key and value in all layers: float32, or with "int8" float16."""
-        return 2 * (2 if quantization == "int8" else 4) * self.layers * self.kv_heads * self.head_dim
+        """Bytes of key and value in all layers."""
+        return 2 * kv_element(quantization) * self.layers * self.kv_heads * self.head_dim
 
     def weight_bytes(self, quantization: str = "none") -> int:
         """Bytes of the weights that are held: all but the embedding table, which stays in its file.
@@ -168,6 +168,11 @@ class ModelConfig:
         raw = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         return _parse(raw, read_json(generation) if generation.exists() else {}, str(folder / "config.json"))
+
+
+def kv_element(quantization: str) -> int:
+    """Bytes of a number of keys and values: half precision where weights and activations are rounded to int8 anyway."""
+    return 2 if quantization == "int8" else 4
 
 
 def _matrix_bytes(rows: int, columns: int, quantization: str) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.engine import pages
-from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.config import ModelConfig, ModelError, kv_element
 
 DEFAULT_POOL = 4 << 30  # bytes, when neither memory nor a number of blocks is given
 MARGIN = 0.1  # of what is free is left to others when no memory is given
@@ -90,8 +90,7 @@ def block_rows(blocks: Tensor, kv_heads: int) -> Tensor:
 
 
 def kv_dtype(quantization: str) -> torch.dtype:
-    """Of keys and values: half precision where weights and activations are rounded to int8 anyway."""
-    return torch.float16 if quantization == "int8" else torch.float32
+    return {4: torch.float32, 2: torch.float16}[kv_element(quantization)]
 
 
 def can_lend(config: ModelConfig, block_size: int, device: str, dtype: torch.dtype = torch.float32) -> bool:

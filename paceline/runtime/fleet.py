@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 
-from paceline.batching.config import SchedulerConfig
+from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch
@@ -231,12 +231,12 @@ class LocalFleet:
             limits = replace(limits, block_size=group.info.block_size, num_blocks=own, most_blocks=most)
         else:  # it failed: there is nothing to schedule
             limits = replace(limits, num_blocks=0)
-        if group.config.one_shot:  # who looks at the whole text takes no chunks; as many texts as the budget has tokens
-            limits = replace(limits, max_num_batched_tokens=self.config.token_budget)
+        if group.config.one_shot:
+            limits = limits.of_texts()
         return GroupConfig(
             (group.config.name,),
             limits,
-            "prefill_first" if group.config.one_shot else self.config.policy,
+            WHOLE_PROMPTS if group.config.one_shot else self.config.policy,
             max_waiting=self.config.max_waiting,
             budget=group.config.budget,
             predict=group.config.predict,

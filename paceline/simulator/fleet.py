@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.batching.budget import GoalBudget
-from paceline.batching.config import SchedulerConfig
+from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.core.cluster import Group, Parallel, Placement, slots_of
 from paceline.core.request import SLO
@@ -49,9 +49,8 @@ class SimulatedModel:
 
     @property
     def first_token(self) -> float | None:
-        """The goal for the first token. A text's answer comes whole: its deadline is one."""
-        goals = self.slo.ttft, self.slo.deadline if self.text_time else None
-        return min((goal for goal in goals if goal is not None), default=None)
+        """The goal for the first token."""
+        return self.slo.whole if self.text_time else self.slo.ttft
 
     @property
     def by_steps(self) -> StepTime | None:
@@ -204,8 +203,8 @@ def _groups(
             assert model.by_steps
             limit, rule = _limits(model, group, hosted, slots, memory, limits), policy
             share = model.share(group.parallel)
-            if model.text_time:  # as `runtime.fleet` serves them: whole texts
-                limit, rule = replace(limit, max_num_batched_tokens=limit.token_budget), "prefill_first"
+            if model.text_time:
+                limit, rule = limit.of_texts(), WHOLE_PROMPTS
             config = GroupConfig(
                 (model.name,), limit, rule, group.parallel.pipeline, admission=True, device=g,
                 budget=model.budget and model.budget.of_share(share), slots=slots,

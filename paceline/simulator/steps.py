@@ -25,9 +25,9 @@ from paceline.batching.lending import share_out
 from paceline.batching.moves import add, end, fits, num_waiting, reset
 from paceline.batching.policies import compose, land, leave_first_stage, policy, wanted
 from paceline.batching.prediction import first_token, turn
-from paceline.batching.residency import gives_way
+from paceline.batching.residency import gives_way, loading
 from paceline.batching.scheduler import make_state
-from paceline.batching.sharing import next_due, next_in_turn, soonest
+from paceline.batching.sharing import narrow, next_due, next_in_turn, soonest
 from paceline.batching.state import (
     ARRIVAL,
     BLOCK_SIZE,
@@ -260,12 +260,9 @@ def _host(
 ) -> int:  # fmt: skip
     """Of the groups that are able to take a request the one that is to (`Controller.submit`); -1: none is. `expected`
     and `queued` [groups] are filled in."""
-    count, up, cold = len(able), False, False
+    count = len(able)
+    narrow(able, there.up, there.resident)
     for g in range(count):
-        up |= able[g] and there.up[g]
-        cold |= able[g] and not there.resident[g]
-    for g in range(count):
-        able[g] &= there.up[g] if up else not (cold and there.resident[g])
         queued[g], expected[g] = 0, 0.0
         if not able[g]:
             continue
@@ -278,8 +275,7 @@ def _host(
                     others += turn(state_at(network.states[other]))
             expected[g] = first_token(s, size, wanted(arrival, ttft, network.rules[g, 0] > 0), others)
             if not there.up[g] and expected[g] > 0:
-                coming = arrival - there.since[g] if there.resident[g] else 0.0
-                expected[g] += max(0.0, there.load_s[g] - coming)
+                expected[g] += loading(there.load_s[g], there.resident[g], there.since[g], arrival)
     return soonest(expected, queued, able)
 
 
