@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.dispatcher import Dispatcher
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
@@ -131,6 +132,17 @@ STAMP = _stamp(
 )
 
 
+def _made_of(function: Callable[..., Any]) -> list[Path]:
+    """The files of a function and of the compiled ones that those know of."""
+    found, functions = set[Path](), [function]
+    while functions:
+        known = functions.pop()
+        if (path := Path(known.__code__.co_filename)) not in found:
+            found.add(path)
+            functions += [one.py_func for one in known.__globals__.values() if isinstance(one, Dispatcher)]
+    return sorted(found)
+
+
 @cache
 def _tell() -> None:
     """Once, to whoever looks."""
@@ -157,7 +169,7 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled = njit(cache=True, no_cfunc_wrapper=True, error_model="numpy")(function)
-        compiled._cache._cache_file._source_stamp = STAMP + _stamp(Path(function.__code__.co_filename))
+        compiled._cache._cache_file._source_stamp = STAMP + _stamp(*_made_of(function))
         if not Path(compiled._cache._cache_file._index_path).exists():
             _tell()
         compiled.compile(result(*arguments))

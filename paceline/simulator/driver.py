@@ -90,15 +90,15 @@ class FixedOutputs:
     """
 
     def __init__(self, lengths: dict[str, int], stay: Callable[[str, int], int] = lambda request, drafted: 0) -> None:
-        self._left, self._stay = dict(lengths), stay
+        self.left, self._stay = dict(lengths), stay  # tokens of each that are to come
 
     def __call__(self, batch: Batch) -> StepResult:
         result = StepResult(bytearray(batch.emits), drafted=bytearray(batch.drafts or ()))
         for index, (request, emits) in enumerate(zip(batch.requests, batch.emits, strict=True)):
             if emits:
                 drafted = batch.drafts[index] if batch.drafts else 0
-                result.tokens[index] = min(1 + self._stay(request, drafted), self._left[request])
-                self._left[request] -= result.tokens[index]
-                if not self._left[request]:
+                result.tokens[index] = min(1 + self._stay(request, drafted), self.left[request])
+                self.left[request] -= result.tokens[index]
+                if not self.left[request]:
                     result.finished.append((index, "length"))
         return result

@@ -176,13 +176,16 @@ def _by_steps(
     room = np.cumsum(np.bincount(of, requests.outputs, len(models)).astype(np.int64))
     begins = [0, *room[:-1].tolist()]
     outcomes.gaps = {m: found.gaps[begins[m] : end] for m, end in enumerate(found.gap_ends.tolist()) if end > begins[m]}
-    where = np.array(lanes, np.int64)[found.steps[:, 0]]
-    order = np.argsort(where, kind="stable")
-    bounds = np.searchsorted(where[order], np.arange(len(result.busy) + 1))
+    where = np.array(lanes, np.int16)[found.steps[:, 0]]  # small numbers are sorted in one pass
+    columns: list[NDArray[Any]] = [where, found.left, found.took, found.steps[:, 1]]
+    if len(set(lanes)) > 1:
+        order = np.argsort(where, kind="stable")
+        columns = [column[order] for column in columns]
+    bounds = np.searchsorted(columns[0], np.arange(len(result.busy) + 1))
     for g, stages in enumerate(result.busy):
-        here = order[bounds[g] : bounds[g + 1]]
-        for k in range(len(stages) if len(here) else 0):
-            result.spend(g, k, found.left[here, k], found.took[here], found.steps[here, 1])
+        _, left, took, sizes = (column[bounds[g] : bounds[g + 1]] for column in columns)
+        for k in range(len(stages) if len(took) else 0):
+            result.spend(g, k, left[:, k], took, sizes)
 
 
 def _groups(

@@ -31,6 +31,7 @@ from paceline.batching.sharing import narrow, next_due, next_in_turn, soonest
 from paceline.batching.state import (
     ARRIVAL,
     BLOCK_SIZE,
+    DRAFTING,
     ENTERING,
     GOAL,
     HEAD,
@@ -50,6 +51,7 @@ from paceline.controller import GroupConfig
 from paceline.core.request import ASKED, COMPUTED, HELD, KNOWN, LIMIT, PROMPT, SCHEDULED, TAG
 from paceline.latency.step_time import StepTime
 from paceline.placement.dispatch import enter
+from paceline.simulator.drafts import Drafts, SimulatedDrafts, draft, judge, of_groups, seconds_of_drafts
 
 Bools = NDArray[np.bool_]
 BOOLS = types.Array(types.boolean, 1, "C")
@@ -62,6 +64,7 @@ class SimulatedGroup:
     config: GroupConfig  # one model; `device`: of groups that share theirs
     step_time: StepTime
     share: float = 1.0  # of a step's time that each stage takes
+    drafts: SimulatedDrafts | None = None  # where the first of them drafts
 
 
 class Requests(NamedTuple):
@@ -125,7 +128,7 @@ class Result(NamedTuple):
     tokens: Ints
     gaps: NDArray[np.float32]  # between tokens, those of a model side by side
     gap_ends: Ints  # [models] where in `gaps` those of each end; each has room for as many as its tokens
-    steps: Ints  # [steps, 2]
+    steps: NDArray[np.int32]  # [steps, 2]
     took: Floats  # [steps]
     left: Floats  # [steps, stages]
 
@@ -148,7 +151,8 @@ def run(groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Reque
         most = limits.most_blocks or limits.num_blocks
         table = max(1, min(most, max(longest, limits.max_model_len or 0) // limits.block_size + 1))
         slots = max(1, int(count[hosts[:, index] > 0].sum()))
-        state = make_state(limits, policy(config.policy), config.pipeline, config.budget, False, slots, table)
+        adaptive = bool(g.drafts and g.drafts.adaptive)
+        state = make_state(limits, policy(config.policy), config.pipeline, config.budget, adaptive, slots, table)
         made.append(Handle(state))
         linear[index, : len(g.step_time.linear)] = g.step_time.linear
     states = np.array([handle.address for handle in made], np.int64)
@@ -158,7 +162,10 @@ def run(groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Reque
         np.array([g.step_time.terms for g in groups]).reshape(-1, 6), np.array([g.share for g in groups]),
     )  # fmt: skip
     network = Network(states, lanes, hosts, rules)
-    return Result(*_run(network, times, _lenders(groups, states, lanes), _residents(groups, lanes), requests))
+    most = max((len(handle.state.numbers) for handle in made), default=0)
+    drafts = of_groups([g.drafts for g in groups], [g.step_time for g in groups], most)
+    found = _run(network, times, drafts, _lenders(groups, states, lanes), _residents(groups, lanes), requests)
+    return Result(*found)
 
 
 def _residents(groups: Sequence[SimulatedGroup], lanes: Ints) -> Residents:
@@ -183,7 +190,8 @@ def _lenders(groups: Sequence[SimulatedGroup], states: Ints, lanes: Ints) -> Len
 def _take_tokens(
     s: State, at: int, now: float, gaps: NDArray[np.float32], gap_end: int, first: Floats, finish: Floats, tokens: Ints
 ) -> int:  # fmt: skip
-    """Slices that emit have given a token each, and some end with it. Returns where the gaps between tokens end now."""
+    """Slices have given as many tokens as `emits` says, and some end with it. Returns where the gaps between tokens end
+    now."""
     numbers, times, step, emits = s.numbers, s.times, s.steps[at], s.emits[at]
     for i in range(s.sizes[at]):
         if emits[i] == 0:
@@ -191,15 +199,26 @@ def _take_tokens(
         slot = step[SLOT, i]
         known, r = numbers[slot, KNOWN], numbers[slot, TAG]
         if known == numbers[slot, ASKED] + 1:
-            first[r] = now
+            first[r] = times[slot, LAST] = now
         else:
-            gaps[gap_end] = now - times[slot, LAST]
-            gap_end += 1
-        times[slot, LAST] = now
+            for _ in range(emits[i]):
+                gaps[gap_end] = now - times[slot, LAST]
+                gap_end += 1
+                times[slot, LAST] = now
         if known == numbers[slot, LIMIT]:
             finish[r], tokens[r] = now, known - numbers[slot, ASKED]
             end(s, slot)
     return gap_end
+
+
+@part
+def _lacking(s: State, more: int) -> int:
+    """Blocks that the running sequences do not hold yet for so many tokens more each."""
+    count, size = 0, s.limits[BLOCK_SIZE]
+    for i in range(s.now[RUNNING]):
+        slot = s.running[i]
+        count += max(0, (s.numbers[slot, COMPUTED] + more + size - 1) // size - s.numbers[slot, HELD])
+    return count
 
 
 @part
@@ -214,31 +233,41 @@ def _decode_on(
     as there is room.
     """
     numbers, times, size, count, running = s.numbers, s.times, s.limits[BLOCK_SIZE], 0, s.now[RUNNING]
-    if running == 0 or num_waiting(s) > 0 or s.now[PROMPTS] > 0 or s.limits[PIPELINE] > 1:
+    if running == 0 or num_waiting(s) + s.now[PROMPTS] + s.now[DRAFTING] > 0 or s.limits[PIPELINE] > 1:
         return now, gap_end, 0
     while now < until and count < len(took):
-        needed, context, ends = 0, 0, False
+        context, most = 0, len(took) - count  # steps up to where somebody ends, or blocks are short
         for i in range(running):
             slot = s.running[i]
             context += numbers[slot, COMPUTED]
-            needed += numbers[slot, COMPUTED] == numbers[slot, HELD] * size
-            ends |= numbers[slot, KNOWN] + 1 == numbers[slot, LIMIT]
+            most = min(most, numbers[slot, LIMIT] - numbers[slot, KNOWN] - 1)
+        while most > 0 and _lacking(s, most) > num_free(s):
+            most //= 2
         latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
         end_time = max(now, clocks[0]) + latency
-        if ends or needed > num_free(s) or end_time > until:
+        if most == 0 or end_time > until:
             break
         for i in range(running):
+            gaps[gap_end + i] = end_time - times[s.running[i], LAST]
+        made = 0
+        while True:
+            took[count + made], left[count + made, 0] = latency, end_time
+            now, context, gap_end, made = end_time, context + running, gap_end + running, made + 1
+            latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
+            end_time = now + latency
+            if made == most or end_time > until:
+                break
+            gaps[gap_end : gap_end + running] = end_time - now
+        for i in range(running):
             slot = s.running[i]
-            if numbers[slot, COMPUTED] == numbers[slot, HELD] * size:
-                take(s, slot, 1)
-            numbers[slot, SCHEDULED] = numbers[slot, COMPUTED] = numbers[slot, COMPUTED] + 1
-            numbers[slot, KNOWN] += 1
-            gaps[gap_end] = end_time - times[slot, LAST]
-            gap_end += 1
-            times[slot, LAST] = end_time
-        clocks[0] = now = s.factors[LANDED] = end_time
-        took[count], left[count, 0] = latency, now
-        count += 1
+            numbers[slot, SCHEDULED] = numbers[slot, COMPUTED] = numbers[slot, COMPUTED] + made
+            numbers[slot, KNOWN] += made
+            times[slot, LAST] = now
+            lacks = (numbers[slot, COMPUTED] + size - 1) // size - numbers[slot, HELD]
+            if lacks > 0:
+                take(s, slot, lacks)
+        count += made
+        clocks[0] = s.factors[LANDED] = now
     return now, gap_end, count
 
 
@@ -281,8 +310,8 @@ def _host(
 
 @part
 def _lose(
-    network: Network, there: Residents, requests: Requests, gone: int, able: Bools, expected: Floats, queued: Ints,
-    dirty: Bools,
+    network: Network, drafts: Drafts, there: Residents, requests: Requests, gone: int, able: Bools, expected: Floats,
+    queued: Ints, dirty: Bools,
 ) -> None:  # fmt: skip
     """A group's model leaves its device: its sequences start over, at other groups that have it or when it is back."""
     s = state_at(network.states[gone])
@@ -303,7 +332,7 @@ def _lose(
         )
         if g >= 0:
             t = state_at(network.states[g])
-            taken = _add(network, requests, g, r)
+            taken = _add(network, drafts, requests, g, r)
             t.numbers[taken, KNOWN] = t.numbers[taken, PROMPT] = known
             t.times[taken, LAST] = s.times[slot, LAST]
             end(s, slot)
@@ -311,18 +340,21 @@ def _lose(
 
 
 @part
-def _add(network: Network, requests: Requests, g: int, r: int) -> int:
+def _add(network: Network, drafts: Drafts, requests: Requests, g: int, r: int) -> int:
     """A request waits in a group from now on. Returns its slot."""
     s, place = state_at(network.states[g]), wanted(requests.arrivals[r], requests.ttft[r], network.rules[g, 0] > 0)
-    slot = add(s, requests.prompts[r], requests.outputs[r], requests.arrivals[r], place, requests.tbt[r], 0)
+    most = drafts.most[g]
+    slot = add(s, requests.prompts[r], requests.outputs[r], requests.arrivals[r], place, requests.tbt[r], most)
     s.numbers[slot, TAG] = r
+    if most > 0:
+        drafts.counts[g, slot] = 0.0
     return slot
 
 
 @part
 def _swap(
-    network: Network, there: Residents, requests: Requests, lane: int, now: float, able: Bools, expected: Floats,
-    queued: Ints, dirty: Bools,
+    network: Network, drafts: Drafts, there: Residents, requests: Requests, lane: int, now: float, able: Bools,
+    expected: Floats, queued: Ints, dirty: Bools,
 ) -> None:  # fmt: skip
     """Has models loaded that are asked for, where the device does not hold all (`Controller._swap`)."""
     count, loaded = len(able), 0
@@ -345,26 +377,33 @@ def _swap(
             gone = gives_way(mine, queued, used, there.came, there.emitted, now - first[i], now)
             if gone < 0:
                 return
-            _lose(network, there, requests, gone, able, expected, queued, dirty)
+            _lose(network, drafts, there, requests, gone, able, expected, queued, dirty)
             loaded -= 1
         there.resident[i], there.since[i], there.back[i], first[i] = True, now, now + there.load_s[i], np.inf
         loaded += 1
 
 
 @entry(
-    tuple_of(INTS, FLOATS, FLOATS, INTS, types.Array(types.float32, 1, "C"), INTS, INTS_2D, FLOATS, FLOATS_2D),
+    tuple_of(
+        INTS, FLOATS, FLOATS, INTS, types.Array(types.float32, 1, "C"), INTS, types.Array(types.int32, 2, "C"), FLOATS,
+        FLOATS_2D,
+    ),
     *(
         types.NamedTuple(fields, kind)  # type: ignore[no-untyped-call]
         for fields, kind in (
             ((INTS, INTS, INTS_2D, INTS_2D), Network),
             ((FLOATS_2D, INTS, FLOATS_2D, FLOATS), Times),
+            (
+                (INTS, FLOATS, FLOATS, INTS, FLOATS_2D, types.Array(types.float64, 4, "C"),
+                 types.Array(types.float64, 3, "C"), FLOATS), Drafts,
+            ),
             ((INTS, INTS_2D, INTS, INTS), Lenders),
             ((INTS, FLOATS, BOOLS, BOOLS, FLOATS, FLOATS, FLOATS, FLOATS), Residents),
             ((FLOATS, INTS, INTS, INTS, FLOATS, FLOATS), Requests),
         )
     ),
 )
-def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-def]
+def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-untyped-def]
     groups, lanes, hosts, rules = network
     count, num_lanes, arrivals, outputs = len(groups), len(there.slots), requests.arrivals, requests.outputs
     stages, deepest, members = 1, np.zeros(num_lanes, np.int64), np.zeros(num_lanes, np.int64)
@@ -391,7 +430,7 @@ def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-d
     gap_ends = np.cumsum(gap_ends)[:-1]
     gaps = np.empty(outputs.sum(), np.float32)
     room, num_steps = 1024 + outputs.sum(), 0  # pages that are never used take no memory
-    steps, took, left = np.empty((room, 2), np.int64), np.empty(room), np.empty((room, stages))
+    steps, took, left = np.empty((room, 2), np.int32), np.empty(room), np.empty((room, stages))
     queued, able, tried = np.zeros(count, np.int64), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     served, num_turns = np.zeros(count, np.int64), 0
     expected, due = np.zeros(count), np.zeros(count)
@@ -417,6 +456,8 @@ def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-d
                 at = head[g]
                 batch, m = s.now[NEXT_BATCH] - flying[g], model_of[g]
                 place = batch % s.limits[PIPELINE]
+                if drafts.most[g] > 0:
+                    judge(drafts, g, s, place)
                 if land(s, batch, s.emits[place]) > 0:
                     there.emitted[g] = now
                 gap_ends[m] = _take_tokens(s, place, now, gaps, gap_ends[m], first, finish, tokens)
@@ -456,7 +497,7 @@ def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-d
             if g < 0:
                 finish[r] = now
             else:
-                _add(network, requests, g, r)
+                _add(network, drafts, requests, g, r)
                 dirty[lanes[g]] = True
             r += 1
         lane = 0
@@ -466,7 +507,7 @@ def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-d
                 continue
             dirty[lane], going = False, True
             if there.slots[lane] > 0:
-                _swap(network, there, requests, lane, now, able, expected, queued, dirty)
+                _swap(network, drafts, there, requests, lane, now, able, expected, queued, dirty)
                 for g in range(count):
                     if not there.up[g]:  # its batches are lost
                         flying[g], enters[g] = 0, np.inf
@@ -486,6 +527,8 @@ def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-d
                     begin, end = lenders.begins[lane], lenders.begins[lane + 1]
                     if lenders.place[g] >= 0 and num_waiting(s) + s.now[RUNNING] > 0:
                         share_out(lenders.states[begin:end], lenders.sizes[begin:end], lenders.place[g] - begin)
+                    if drafts.most[g] > 0:
+                        draft(drafts, g, s)
                     width = compose(s) if there.up[g] else 0
                     if width > 0:
                         num_turns += 1
@@ -498,6 +541,9 @@ def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-d
                         )  # fmt: skip
                         for k in range(stages):
                             row[k] = latency
+                        if drafts.most[g] > 0:  # the first stage does
+                            place = (s.now[NEXT_BATCH] - 1) % s.limits[PIPELINE]
+                            row[0] += seconds_of_drafts(drafts, g, s, place, width)
                         ends[g, at] = enter(clocks[lane], row, s.limits[PIPELINE], now)
                         flying[g] += 1
                         if s.now[ENTERING] >= 0 and s.limits[PIPELINE] > 1:
@@ -505,7 +551,7 @@ def _run(network, times, lenders, there, requests):  # type: ignore[no-untyped-d
                         if num_steps == len(took):
                             steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
                             left = np.concatenate((left, left))
-                        steps[num_steps, 0], steps[num_steps, 1], took[num_steps] = g, shape[0], latency
+                        steps[num_steps, 0], steps[num_steps, 1], took[num_steps] = g, shape[0], row[0]
                         for k in range(stages):
                             left[num_steps, k] = clocks[lane, k]
                         num_steps += 1

@@ -75,7 +75,7 @@ class Lookahead:
         the step takes what the `budget`, in tokens, leaves.
         """
         self._grow(len(numbers))
-        seconds = _choose(
+        seconds = choose(
             numbers, drafts, running, self.counts, self.group, pending, budget, *self._target, *self._draft,
             self.verifying, self.drafting, THRESHOLDS, self._chosen,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class Lookahead:
     def observe(self, slots: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
         """A step is done: each slot (-1: none) drafted so many tokens, and yielded so many in all."""
         self._grow(1 + int(slots.max(initial=-1)))
-        _observe(slots, drafted, emitted, self.counts, self.group)
+        observe(slots, drafted, emitted, self.counts, self.group)
 
     def verification(self, seconds: float) -> float:
         """Of a step with drafts, without drafting: what it should take where the profile says so many seconds."""
@@ -100,7 +100,7 @@ class Lookahead:
 
         `seconds` of the whole step, `draft_seconds` of drafting in it.
         """
-        draft, target = _expected(drafted, read, *self._target, *self._draft)
+        draft, target = expected(drafted, read, *self._target, *self._draft)
         drafts = bool(drafted.any())
         ratio = (seconds - draft_seconds) / target / (self.verifying if drafts else 1.0)
         surprise = ratio / self.pace
@@ -137,7 +137,7 @@ def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-d
     ),
     cache=True,
 )  # fmt: skip
-def _choose(  # type: ignore[no-untyped-def]
+def choose(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, pending, budget, linear, token, context, draft_linear, draft_token,
     draft_context, verifying, slower, thresholds, chosen,
 ):  # fmt: skip
@@ -198,7 +198,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 
 @njit(types.UniTuple(_F64, 2)(_BYTES, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)
-def _expected(  # type: ignore[no-untyped-def]
+def expected(  # type: ignore[no-untyped-def]
     drafted, read, linear, token, context, draft_linear, draft_token, draft_context
 ):
     """Seconds of drafting and of the target, by the profiles."""
@@ -217,7 +217,7 @@ def _expected(  # type: ignore[no-untyped-def]
 
 
 @njit(types.void(types.Array(_I64, 1, "A"), _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1]), cache=True)
-def _observe(slots, drafted, emitted, counts, group):  # type: ignore[no-untyped-def]
+def observe(slots, drafted, emitted, counts, group):  # type: ignore[no-untyped-def]
     group *= GROUP_KEEPS
     for i in range(slots.shape[0]):
         slot = slots[i]

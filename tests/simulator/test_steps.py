@@ -1,5 +1,6 @@
 """The compiled simulation against the controller in virtual time: the same tokens at the same times, to the bit."""
 
+import itertools
 import operator
 import random
 from dataclasses import replace
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.batching.budget import GoalBudget
+from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
 from paceline.controller import Controller, GroupConfig
@@ -15,30 +17,41 @@ from paceline.core.batch import Batch, StepShape
 from paceline.core.events import Unreachable
 from paceline.core.request import SLO, Request
 from paceline.latency.step_time import StepTime
+from paceline.simulator.drafts import SimulatedDrafts, stays, target_costs
 from paceline.simulator.driver import FixedOutputs, simulate
 from paceline.simulator.steps import Requests, SimulatedGroup, run
+from paceline.speculation.lookahead import Costs, Lookahead, expected
 
 # dyadic, so that instants coincide
 FAST = StepTime(tuple(0.25 + n / 8 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 SLOW = StepTime(tuple(1.0 + n / 4 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 GOAL = GoalBudget(FAST.linear, FAST.terms, 4, 16, 64, tbt=2.0, margin=0.125)
 MODELS = "abcde"
+SMALL = Costs(FAST.linear, 2**-6, 2**-12).scaled(2**-3)
+DRAFTS = [
+    SimulatedDrafts(3, 0.75, SMALL), SimulatedDrafts(4, 0.5, SMALL, adaptive=False), SimulatedDrafts(8, 0.75), None,
+]  # fmt: skip
 TIGHT = replace(GOAL, tbt=FAST.seconds(StepShape(3, 3, 3, 60)))  # few may decode together
 
 
-def fleets(policy: str, rng: random.Random) -> list[SimulatedGroup]:
+def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> list[SimulatedGroup]:
     """Two hosts of one model, one with little memory; two models that share a device with stages, and an encoder."""
 
     admission, lends = rng.random() < 0.5, rng.random() < 0.5
 
-    def group(model: str, model_time: StepTime, share: float = 1.0, lent: int = 0, **options) -> SimulatedGroup:
+    def group(
+        model: str, model_time: StepTime, share: float = 1.0, lent: int = 0, drafts: SimulatedDrafts | None = None,
+        **options,
+    ) -> SimulatedGroup:
         blocks = rng.choice([15, 20, 200])
         limits = SchedulerConfig(
             token_budget=rng.choice([8, 24, 64]), max_batch=rng.choice([3, 8]), block_size=4, num_blocks=blocks,
             watermark=rng.choice([0.0, 0.1]), max_num_batched_tokens=48, most_blocks=blocks + lent if lent else None,
         )  # fmt: skip
         options = {"policy": policy} | options
-        return SimulatedGroup(GroupConfig((model,), limits, admission=admission, **options), model_time, share)
+        if drafts and drafts.adaptive:
+            options["lookahead"] = lambda: Lookahead(target_costs(model_time), drafts.costs)
+        return SimulatedGroup(GroupConfig((model,), limits, admission=admission, **options), model_time, share, drafts)
 
     return [
         group("a", FAST, budget=rng.choice([None, GOAL, TIGHT])),
@@ -49,7 +62,7 @@ def fleets(policy: str, rng: random.Random) -> list[SimulatedGroup]:
             block_bytes=(2000, 2000) * lends,
         ),
         group("b", FAST, device=9, slots=1, resident=False, load_s=0.75),
-        group("e", FAST, device=9, slots=1, load_s=1.5, budget=rng.choice([None, GOAL])),
+        group("e", FAST, device=9, slots=1, load_s=1.5, drafts=drafts, budget=rng.choice([None, GOAL])),
         group("d", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL]), policy="prefill_first"),
     ]
 
@@ -60,12 +73,20 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
     owner, seen = dict.fromkeys(spans, -1), set()
 
     def latency(batch: Batch) -> float:
-        return groups[batch.group].share * groups[batch.group].step_time.seconds(batch.shape)
+        group = groups[batch.group]
+        return group.share * group.step_time.seconds(batch.shape) + drafting(group, batch)
 
     def watch(batch: Batch, stages: list[tuple[float, float]]) -> None:
+        if batch.drafts:
+            seen.add("chosen" if groups[batch.group].drafts.adaptive else "drafted")
         taken.append((batch.group, batch.num_tokens, *(end for _, end in stages)))
 
-    outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
+    def stay(request: str, drafted: int) -> int:
+        rate = next(g.drafts.acceptance for g in groups if g.drafts) if drafted else 0.0
+        chances = (plain(stays)(int(request), outputs.left[request] - count) for count in range(drafted))
+        return sum(itertools.takewhile(bool, (chance < rate for chance in chances)))
+
+    outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, stay)
     events = simulate(Controller([g.config for g in groups]), requests, latency, outputs, watch=watch)
     for event in events:
         if event.kind == "accepted":
@@ -78,14 +99,29 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
     return owner, spans, taken, seen | {event.kind for event in events}
 
 
+def drafting(group: SimulatedGroup, batch: Batch) -> float:
+    """Seconds of a step's drafts."""
+    if not batch.drafts:
+        return 0.0
+    own, drafted = group.drafts, [(start, k) for start, k in zip(batch.starts, batch.drafts, strict=True) if k]
+    arrays = (
+        (np.array(one.linear), one.token, one.context)
+        for one in (target_costs(group.step_time), own.costs or Costs([0.0]))
+    )
+    counts = np.array([k for _, k in drafted], np.uint8)
+    return expected(counts, sum(start for start, _ in drafted), *(value for one in arrays for value in one))[0]
+
+
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:
     rng = random.Random(seed)
-    groups, arrival, requests = fleets(policy, rng), 0.0, []
+    groups, arrival, requests = fleets(policy, rng, DRAFTS[seed % len(DRAFTS)]), 0.0, []
     for index in range(140):
         arrival += rng.choice([0.0, 0.25, 1.0, 6.0])
         slo = SLO(rng.choice([None, 0.5, 8.0]), rng.choice([None, 1.0, 4.0]))
         model, size = rng.choice(MODELS), (rng.choice([1, 5, 16, 40, 70]), rng.randint(1, 12))
-        requests.append(Request(str(index), size[0], 1 if model == "d" else size[1], arrival, model, slo))
+        most = next((g.drafts.most for g in groups if g.drafts and model == "e"), 0)
+        outputs = 1 if model == "d" else size[1]
+        requests.append(Request(str(index), size[0], outputs, arrival, model, slo, max_draft_tokens=most))
     return groups, requests
 
 
@@ -120,10 +156,12 @@ def test_it_decides_as_the_controller_does(policy, seed):
 
 def test_the_comparison_has_seen_it_all():
     kinds = [simulated(*workload(policy, seed))[3] for policy in ("sarathi_serve", "paceline") for seed in range(6)]
-    assert set().union(*kinds) >= {"preempted", "rejected", "finished", "ttft", "tbt", "load", "unload", "moved"}
+    assert set().union(*kinds) >= {
+        "preempted", "rejected", "finished", "ttft", "tbt", "load", "unload", "moved", "drafted", "chosen",
+    }  # fmt: skip
 
 
 def test_without_requests_nothing_happens():
     empty = Requests(*(np.zeros(0, kind) for kind in (float, np.int64, np.int64, np.int64, float, float)))
-    found = run(fleets("paceline", random.Random(0)), MODELS, empty)
+    found = run(fleets("paceline", random.Random(0), DRAFTS[0]), MODELS, empty)
     assert len(found.steps) == len(found.owner) == 0

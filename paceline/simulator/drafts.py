@@ -1,0 +1,150 @@
+"""Drafts in virtual time: how many tokens are drafted in a step, what that takes, and which of them stay.
+
+How many is decided by what decides live (`speculation.lookahead`), on a machine at its usual pace. A drafted token
+stays with the same probability everywhere, if those before it do: a number of its own for each request and place in its
+output says whether, so that the same tokens stay however many are drafted.
+"""
+
+# mypy: disable-error-code=no-any-return
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.batching.compiled import part
+from paceline.batching.moves import pending
+from paceline.batching.state import (
+    ADAPTIVE,
+    DRAFT,
+    DRAFTING,
+    RUNNING,
+    SLOT,
+    SPENT,
+    START,
+    TOKEN_BUDGET,
+    Floats,
+    Ints,
+    State,
+)
+from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, TAG
+from paceline.latency.step_time import StepTime
+from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe
+
+HASHED = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDrafts:
+    """Who drafts for a group's model, and how well."""
+
+    most: int  # tokens for a sequence in a step
+    acceptance: float  # probability that one stays, if those before it do
+    costs: Costs | None = None  # of the draft model's steps; None: drafting costs nothing to speak of (n-grams)
+    adaptive: bool = True  # as many as pay, else as many as there is room for
+
+
+class Drafts(NamedTuple):
+    """Of all groups; what is known of acceptance changes (`Lookahead`)."""
+
+    most: Ints  # [groups]; 0: nobody drafts
+    acceptance: Floats  # [groups]
+    linear: Floats  # seconds of steps by tokens, of targets and draft models, one behind the other
+    ends: Ints  # [2 groups + 1] where those of each end, target and draft model in turn
+    more: Floats  # [2 groups, 2]: seconds for a token, and for a token that it reads
+    counts: NDArray[np.float64]  # [groups, slots, 2, MAX_DRAFT_TOKENS]
+    group: NDArray[np.float64]  # [groups, 2, MAX_DRAFT_TOKENS]
+    thresholds: Floats
+
+
+def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTime], slots: int) -> Drafts:
+    """`slots`: the most sequences of a group."""
+    costs = [
+        one for own, time in zip(drafts, targets, strict=True)
+        for one in (target_costs(time), own and own.costs or Costs([0.0]))
+    ]  # fmt: skip
+    some = [own.most if own else 0 for own in drafts]
+    return Drafts(
+        np.array(some, np.int64),
+        np.array([own.acceptance if own else 0.0 for own in drafts], np.float64),
+        np.array([seconds for one in costs for seconds in one.linear], np.float64),
+        np.cumsum([0, *(len(one.linear) for one in costs)]),
+        np.array([(one.token, one.context) for one in costs], np.float64).reshape(-1, 2),
+        np.zeros((len(drafts), slots * any(some), 2, MAX_DRAFT_TOKENS)),
+        np.zeros((len(drafts), 2, MAX_DRAFT_TOKENS)),
+        THRESHOLDS,
+    )
+
+
+def target_costs(time: StepTime) -> Costs:
+    """As they are believed live."""
+    return Costs(time.linear, time.emit + time.decode, time.decode_context)
+
+
+@part
+def stays(r: int, left: int) -> float:
+    """A number from 0 to 1 for the token of request r behind which `left` - 1 more may come, as if drawn at random."""
+    mixed = (r * 0x9E3779B1 + left * 0x85EBCA6B) & HASHED
+    for _ in range(2):
+        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & HASHED
+    return (mixed ^ (mixed >> 16)) / (HASHED + 1.0)
+
+
+@part
+def num_staying(r: int, left: int, drafted: int, acceptance: float) -> int:
+    """Of so many tokens drafted for request r, of whose output `left` are to come."""
+    count = 0
+    while count < drafted and stays(r, left - count) < acceptance:
+        count += 1
+    return count
+
+
+@part
+def draft(d: Drafts, g: int, s: State) -> None:
+    """Before a step is composed: how many tokens are worth it, as `Scheduler.compose` asks."""
+    s.factors[SPENT] = 0.0
+    if s.now[DRAFTING] > 0 and s.limits[ADAPTIVE] > 0:
+        own, budget = d.ends[2 * g], s.limits[TOKEN_BUDGET]
+        middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
+        s.factors[SPENT] = choose(
+            s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], pending(s, budget), budget,
+            d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
+            d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], 1.0, 1.0, d.thresholds, s.chosen,
+        )  # fmt: skip
+
+
+@part
+def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float:
+    """What drafting takes in the step composed at this place of the ring, of so many slices."""
+    step, read, drafts = s.steps[at], 0, 0
+    drafted = np.zeros(count, np.uint8)
+    for i in range(count):
+        if step[DRAFT, i] > 0:
+            drafted[drafts] = step[DRAFT, i]
+            read += step[START, i]
+            drafts += 1
+    if drafts == 0:
+        return 0.0
+    own, middle, end = d.ends[2 * g], d.ends[2 * g + 1], d.ends[2 * g + 2]
+    drafting, _ = expected(
+        drafted[:drafts], read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
+        d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1],
+    )  # fmt: skip
+    return drafting
+
+
+@part
+def judge(d: Drafts, g: int, s: State, at: int) -> None:
+    """The step at this place of the ring is done: which of its drafts stay, and what is learnt of it."""
+    step, emits, count = s.steps[at], s.emits[at], s.sizes[at]
+    some = s.now[DRAFTING] > 0
+    for i in range(count):
+        slot, drafted = step[SLOT, i], step[DRAFT, i]
+        some |= drafted > 0
+        if drafted > 0:
+            left = s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN]
+            emits[i] = 1 + num_staying(s.numbers[slot, TAG], left, drafted, d.acceptance[g])
+    if some and s.limits[ADAPTIVE] > 0:
+        observe(step[SLOT, :count], step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g], d.group[g])
