@@ -10,6 +10,7 @@ from paceline.cli.sources import resolve
 from paceline.core.drafter_name import FORMS, DrafterName
 from paceline.engine.config import ModelConfig
 from paceline.latency.profile import Profile
+from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import Costs, Lookahead
 
 TRIGRAMS = Costs([0.0], token=1e-4)  # about; what they really take is learnt
@@ -61,17 +62,18 @@ def lookahead(
     drafting: Drafting, path: Path, quantization: str, target: Profile, draft: Profile | None
 ) -> Callable[[], Lookahead]:
     """Makes what chooses how many tokens to draft for the model in `path`, by its profile and the draft model's."""
-    cost = draft and _costs(draft)
+    return partial(Lookahead, Costs.of(target.step_time), costs(drafting, path, quantization, target.step_time, draft))
+
+
+def costs(
+    drafting: Drafting, path: Path, quantization: str, target: StepTime, draft: Profile | None
+) -> Costs | None:
+    """Of drafting for the model in `path`; None: nothing to speak of (n-grams)."""
     if drafting.drafter.kind == "trigram":
-        cost = TRIGRAMS
+        return TRIGRAMS
     if drafting.drafter.kind == "early_exit":
         config = ModelConfig.load(path)
         layers = config.exit_layers(drafting.early_exit_layers)
         part = replace(config, layers=layers, windows=config.windows[:layers])
-        cost = _costs(target).scaled(part.weight_bytes(quantization) / config.weight_bytes(quantization))
-    return partial(Lookahead, _costs(target), cost)
-
-
-def _costs(profile: Profile) -> Costs:
-    time = profile.step_time
-    return Costs(time.linear, time.emit + time.decode, time.decode_context)
+        return Costs.of(target).scaled(part.weight_bytes(quantization) / config.weight_bytes(quantization))
+    return draft and Costs.of(draft.step_time)

@@ -23,13 +23,14 @@ class Goals(BaseModel):
 
 class Workload(BaseModel):
     """The traffic that a planner expects: a rate and its burstiness, or recorded. One-shot models have no output, and
-    all texts are taken to be as long as `prompt_tokens`."""
+    all texts are taken to be as long as `prompt_tokens`. Without `acceptance` nothing is drafted in a simulation."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)  # requests/s
     cv: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # of the gaps between them
     prompt_tokens: int = Field(default=256, ge=1)
     output_tokens: int = Field(default=64, ge=1)
+    acceptance: float | None = Field(default=None, ge=0, le=1)  # of drafted tokens, if those before them stay
     trace: str | None = None  # a file instead, beside the fleet file
 
     @model_validator(mode="after")
@@ -76,6 +77,12 @@ class Entry(BaseModel):
     slo: Goals = Goals()
     speculation: Speculation = Speculation()
     workload: Workload = Workload()
+
+    @model_validator(mode="after")
+    def drafted(self) -> "Entry":
+        if self.workload.acceptance is not None and self.speculation.drafter == "none":
+            raise ValueError("workload.acceptance: is only allowed with a speculation.drafter other than none")
+        return self
 
 
 class FleetFile(BaseModel):

@@ -70,8 +70,10 @@ def texts(
 
 def shape_entry(shape: Shape, **rest: object) -> dict[str, Any]:
     parallel = shape.parallel
-    sizes = {"pipeline": parallel.pipeline, "tensor": parallel.tensor, "stage_weight_bytes": shape.weight_bytes}
-    return sizes | rest
+    return {
+        "pipeline": parallel.pipeline, "tensor": parallel.tensor, "stage_weight_bytes": shape.weight_bytes,
+        "working_bytes": shape.working_bytes,
+    } | rest  # fmt: skip
 
 
 def encoder_alone(

@@ -13,6 +13,7 @@ import numpy as np
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
+from paceline.cli.drafting import Drafting, costs
 from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile
 from paceline.cli.profile import goal_budget
 from paceline.cli.sizes import parse_bytes
@@ -26,6 +27,7 @@ from paceline.latency.step_time import StepTime
 from paceline.latency.texts import TextTimes
 from paceline.placement.problem import Problem
 from paceline.placement.tables import ModelTable, ShapeTable, from_layers
+from paceline.simulator.drafts import SimulatedDrafts
 from paceline.simulator.fleet import SimulatedModel, judge
 from paceline.workload import arrivals
 from paceline.workload.trace import Trace, load
@@ -38,6 +40,7 @@ PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody mea
 
 class ShapeEntry(msgspec.Struct):
     stage_weight_bytes: list[float]
+    working_bytes: float = 0
     pipeline: int = 1
     tensor: int = 1
     stage_latency: dict[str, list[float]] | None = None
@@ -151,7 +154,7 @@ def planned(
         threads = profile_cache.threads_of(fleet.cluster.devices)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
-    models = [_model(entry, file, errors, threads) for entry in fleet.models]
+    models = [_drafting(_model(entry, file, errors, threads), entry, threads) for entry in fleet.models]
     instead = {key: value for key, value in (("devices", devices), ("memory", memory)) if value is not None}
     cluster = _cluster(fleet.cluster.model_copy(update=instead))
     if not any(model.step_time for model in models):  # texts go one by one, as AlpaServe has it, and fast
@@ -174,9 +177,7 @@ def _model(
         return _from_profile(entry.name, known[name], slo, errors.get("p95", 0.0))
     path = resolve(entry.source)
     one_shot = is_encoder(path)
-    devices = profile_cache.Device.here(threads), profile_cache.Device.here(None)
-    kept, other = (profile_cache.cache_file(path, entry.quantization, device) for device in devices)
-    kept = kept if kept.exists() else other
+    kept = _kept(path, entry.quantization, threads)
     found = None if one_shot else profile_cache.load(kept)
     if found is None and not (one_shot and kept.exists()):
         raise ValueError(
@@ -191,9 +192,48 @@ def _model(
         step, budget = text_steps(times, SchedulerConfig().token_budget, margin)
         return SimulatedModel(_from_texts(entry, path, times, one), slo, budget=budget, text_time=step)
     floor = found.roofline
-    table = _from_config(entry, path)
+    table = _from_config(entry, path, floor.working_bytes)
     budget = goal_budget(entry.name, found, SchedulerConfig().token_budget, slo.tbt)
     return SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget)
+
+
+def _kept(path: Path, quantization: str, threads: int | None) -> Path:
+    """Where the model's profile is, or would be, of a device with so many threads or of one with all cores."""
+    devices = profile_cache.Device.here(threads), profile_cache.Device.here(None)
+    own, whole = (profile_cache.cache_file(path, quantization, device) for device in devices)
+    return own if own.exists() else whole
+
+
+def _drafting(model: SimulatedModel, entry: Entry, threads: int | None) -> SimulatedModel:
+    """With its drafter, where the workload says how good that is; a draft model is in the first stage's memory. Raises
+    ValueError."""
+    rate, drafting, table, draft = entry.workload.acceptance, Drafting.of(entry.speculation), model.table, None
+    if rate is None:
+        return model
+    if model.step_time is None:
+        raise ValueError(f"workload.acceptance: {entry.name!r} is one-shot, and drafts nothing")
+    if drafting.drafter.kind == "early_exit" and entry.source.startswith("profile:"):
+        raise ValueError(f"speculation.drafter: early_exit needs files; {entry.name!r} is known by its profile only")
+    if drafting.model:
+        draft = profile_cache.load(_kept(drafting.model, entry.quantization, threads))
+        if draft is None:
+            raise ValueError(
+                f"speculation.drafter: {drafting.model} has no profile on this machine; run `paceline profile "
+                f"{drafting.model}` first"
+            )
+        shares = {parallel: model.share(parallel) for parallel in table.shapes}
+        shapes = {p: _more_in_front(shape, draft.roofline.weight_bytes) for p, shape in table.shapes.items()}
+        kv_bytes = model.kv_bytes + draft.roofline.kv_bytes
+        model = replace(model, table=replace(table, shapes=shapes), kv_bytes=kv_bytes, shares=shares)
+    path = Path() if entry.source.startswith("profile:") else resolve(entry.source)
+    cost = costs(drafting, path, entry.quantization, model.step_time, draft)
+    return replace(model, drafts=SimulatedDrafts(drafting.max_draft_tokens, rate, cost, drafting.adaptive))
+
+
+def _more_in_front(shape: ShapeTable, weight: int) -> ShapeTable:
+    """With so many bytes more in the first stage."""
+    first, *others = shape.stage_weight_bytes
+    return replace(shape, stage_weight_bytes=(first + weight, *others))
 
 
 def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> SimulatedModel:
@@ -217,14 +257,15 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> Simul
                 raise ValueError(f"{where}.step_share: {one.step_share} is not above 0")
             shares[Parallel(stages, one.tensor)] = one.step_share
         weights = tuple(int(bytes_) for bytes_ in one.stage_weight_bytes)
-        shapes[Parallel(stages, one.tensor)] = ShapeTable(weights, latency or {1: (0.0,) * stages})
+        times, working = latency or {1: (0.0,) * stages}, int(one.working_bytes)
+        shapes[Parallel(stages, one.tensor)] = ShapeTable(weights, times, working)
     if entry.step_time is None:
-        table, alone = ModelTable(name, shapes), shapes.get(Parallel())
+        table, whole = ModelTable(name, shapes), shapes.get(Parallel())
         tokens = next((one.prompt_tokens for one in entry.parallel if one.prompt_tokens), None)
-        if tokens is None or alone is None or not alone.latency:
+        if tokens is None or whole is None or not whole.latency:
             return SimulatedModel(table, slo)
-        step, budget = text_steps(TextTimes({tokens: alone.stage_latency}), SchedulerConfig().token_budget, error)
-        shares = {parallel: max(known.stage_latency[1]) / alone.latency for parallel, known in shapes.items()}
+        step, budget = text_steps(TextTimes({tokens: whole.stage_latency}), SchedulerConfig().token_budget, error)
+        shares = {parallel: max(known.stage_latency[1]) / whole.latency for parallel, known in shapes.items()}
         return SimulatedModel(table, slo, budget=budget, shares=shares, text_time=step)
     try:
         step, measured = msgspec.convert(entry.step_time, StepTime), entry.measured()
@@ -233,9 +274,10 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> Simul
     if len(step.linear) < 2:
         raise ValueError(f"profile: {name}.step_time.linear: needs times of steps of 0, 1 and more tokens")
     if set(shapes) == {Parallel()} and not shares:  # nothing else was measured: stages of equal layers
-        whole = shapes[Parallel()].stage_weight_bytes[0]
-        for pipeline in PIPELINES[1:]:
-            shapes[Parallel(pipeline)] = ShapeTable((-(-whole // pipeline),) * pipeline, {1: (0.0,) * pipeline})
+        alone = shapes[Parallel()]
+        for count in PIPELINES[1:]:
+            part = -(-alone.stage_weight_bytes[0] // count)
+            shapes[Parallel(count)] = ShapeTable((part,) * count, {1: (0.0,) * count}, alone.working_bytes)
     budget = measured and goal_budget(name, measured, SchedulerConfig().token_budget, slo.tbt)
     kv_bytes = int((entry.roofline or {}).get("kv_bytes", 0))
     return SimulatedModel(ModelTable(name, shapes), slo, step, kv_bytes, budget, shares)
@@ -263,14 +305,15 @@ def _from_texts(entry: Entry, path: Path, times: TextTimes, one: ShapeEntry) -> 
     equal layers."""
     latency, layers = times.at(entry.workload.prompt_tokens), EncoderConfig.load(path).layers
     seconds, weight = sum(latency[1]) / layers, int(sum(one.stage_weight_bytes)) // layers
-    table = from_layers(entry.name, [seconds] * layers, [weight] * layers, PIPELINES)
-    table.shapes[Parallel()] = ShapeTable((int(sum(one.stage_weight_bytes)),), latency)
+    working = int(one.working_bytes)
+    table = from_layers(entry.name, [seconds] * layers, [weight] * layers, PIPELINES, working=working)
+    table.shapes[Parallel()] = ShapeTable((int(sum(one.stage_weight_bytes)),), latency, working)
     return table
 
 
-def _from_config(entry: Entry, path: Path) -> ModelTable:
+def _from_config(entry: Entry, path: Path, working: int) -> ModelTable:
     """Stages by cutting the model's layers: blocks and the head by their weights, of experts those that one token is
-    sent to; embeddings are read a row at a time, and cost nothing but memory."""
+    sent to; embeddings are read a row at a time, and cost nothing but memory. `working`: bytes of each device."""
     from paceline.engine.config import ModelConfig
 
     config = ModelConfig.load(path)
@@ -280,7 +323,7 @@ def _from_config(entry: Entry, path: Path) -> ModelTable:
     held = [config.layer_bytes(layer, entry.quantization) for layer in layers]
     seconds = [0.0, *map(float, active), float(head)]
     weights = [0 if config.tied else head, *held, head]
-    return from_layers(entry.name, seconds, weights, PIPELINES)
+    return from_layers(entry.name, seconds, weights, PIPELINES, working=working)
 
 
 def _cluster(keys: ClusterKeys) -> Cluster:

@@ -59,7 +59,8 @@ def cache_file(model: Path, quantization: str, device: Device) -> Path:
 
 def document(name: str, profile: Profile, device: Device) -> dict[str, Any]:
     """What a profile file holds."""
-    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [profile.roofline.weight_bytes]}
+    weights, working = profile.roofline.weight_bytes, profile.roofline.working_bytes
+    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [weights], "working_bytes": working}
     return {
         "models": {name: {"parallel": [stage]} | asdict(profile)},
         "device": device,

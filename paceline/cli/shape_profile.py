@@ -61,6 +61,7 @@ class Shape:
     def __init__(self, options: WorkerOptions, parallel: Parallel) -> None:
         self.parallel = parallel
         self.weight_bytes: list[int] = []  # of each stage: a device's
+        self.working_bytes = 0  # of a device, beside weights and KV: the process, and its largest step
         self._group = GroupOptions((options,), parallel)
         self._workers: list[subprocess.Popen[str]] = []
 
@@ -83,6 +84,7 @@ class Shape:
             if errors := [one["error"] for one in told if "error" in one]:
                 raise ValueError(f"{errors[0]} (in shape {self.parallel})")
             self.weight_bytes = [max(one["weight_bytes"] for one in stage) for stage in self._by_stage(told)]
+            self.working_bytes = max(one["working_bytes"] for one in told)
         except BaseException:
             self.__exit__()
             raise

@@ -2,8 +2,8 @@
 
 python -m paceline.cli.shape_worker GROUP_OPTIONS_JSON
 
-Lines of JSON. First it says {"weight_bytes": N} or {"error": TEXT}; then to each [[[start, length, emits], ...], runs]
-what the runs took in this worker, in seconds, without waiting for other stages.
+Lines of JSON. First it says {"weight_bytes": N, "working_bytes": N} or {"error": TEXT}; then to each
+[[[start, length, emits], ...], runs] what the runs took in this worker, in seconds, without waiting for other stages.
 """
 
 import json
@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     from paceline.engine.profiler import Bench
 
     bench = Bench(engine)
-    say({"weight_bytes": engine.info.weight_bytes})
+    say({"weight_bytes": engine.info.weight_bytes, "working_bytes": engine.info.working_bytes})
     for line in sys.stdin:
         slices, runs = json.loads(line)
         say([bench.once(slices) for _ in range(runs)])

@@ -75,6 +75,11 @@ class EngineInfo:
     most_blocks: int | None = None  # with those that other models on the device lend it; None: no more than its own
     block_bytes: tuple[int, ...] = ()  # of a block at each worker, where models lend each other memory
 
+    @property
+    def working_bytes(self) -> int:
+        """Of the process, beside weights and KV."""
+        return self.planned_bytes - self.weight_bytes - self.kv_bytes
+
 
 class Engine(Protocol):
     """One model on one device, or a worker's part of it."""

@@ -24,8 +24,8 @@ from paceline.engine.encoder_config import EncoderConfig
 from paceline.engine.job import in_parts
 from paceline.engine.kv_cache import MemoryPlan, resident_bytes
 from paceline.engine.linear import QUANTIZATIONS, Linear, best_kind, kernels, make_linear
-from paceline.engine.model import Embedding
-from paceline.engine.parallel import Peers, Place, inner_columns, stage_layers, times
+from paceline.engine.model import Embedding, load_embedding
+from paceline.engine.parallel import Peers, Place, inner_columns, stage_layers, times, vocabulary_of
 from paceline.engine.reader import Progress, Reader, Rows
 from paceline.engine.weights import Checkpoint
 
@@ -161,9 +161,10 @@ class _Loader:
             norm=self.norm(f"{name}.output.LayerNorm"),
         )
 
-    def words(self) -> Words:
+    def words(self, place: Place, peers: Peers | None) -> Words:
         config, table = self.config, f"{self.prefix}embeddings.word_embeddings.weight"
-        words = Embedding(self.checkpoint, table, (config.vocab_size, config.hidden), self.device)
+        shape, own = (config.vocab_size, config.hidden), vocabulary_of(config.vocab_size, place)
+        words = load_embedding(self.checkpoint, table, shape, self.device, own, peers)
         positions = self.read("embeddings.position_embeddings.weight", config.positions, config.hidden)
         types = self.read("embeddings.token_type_embeddings.weight", config.token_types, config.hidden)
         return Words(words, positions[: config.max_context] + types[0], self.norm("embeddings.LayerNorm"))
@@ -171,7 +172,7 @@ class _Loader:
     def encoder(self, peers: Peers | None) -> Encoder:
         config, place = self.config, peers.place if peers else Place()
         layers, heads = encoder_part(config, place)
-        words = self.words() if place.first else None
+        words = self.words(place, peers) if place.first else None
         held = [self.layer(index, place, heads) for index in layers]
         others = [f"encoder.layer.{index}." for index in range(config.layers) if index not in layers]
         others += ["embeddings."] * (words is None)

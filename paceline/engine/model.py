@@ -28,6 +28,8 @@ from paceline.engine.weights import Checkpoint
 # Buffers that old checkpoints carry and that follow from the config, and the head of a tied model.
 IGNORED = ("rotary_emb.inv_freq", "masked_bias", "lm_head.weight")
 
+EMBEDDING = "model.embed_tokens"
+
 # Experts after which the heap is trimmed: copies of their size leave holes there that the next ones do not fit into, as
 # much in all as the weights (0.9 GiB measured). A trim took 3 ms.
 TRIM_EVERY = 4
@@ -47,21 +49,47 @@ class Layer:
     experts: Experts | None = None  # in place of gate_up and down
 
 
-class Embedding:
-    """Token embeddings, left in the mapped file on CPU: only the rows of a step are read and converted."""
+Embedding = Callable[[Tensor], Tensor]  # token ids [tokens] to [tokens, hidden] float32
 
-    def __init__(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int], device: str):
-        table = checkpoint.view(name, shape)
-        self.table = table if device == "cpu" else table.to(device)
-        self.checkpoint, self.name = (checkpoint, name) if device == "cpu" else (None, name)
+
+class MappedEmbedding:
+    """Token embeddings in the mapped file: only the rows of a step are read and converted."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]):
+        self.table, self.checkpoint, self.name = checkpoint.view(name, shape), checkpoint, name
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Token ids [tokens] to [tokens, hidden] float32."""
         rows = F.embedding(tokens, self.table).float()
-        if self.checkpoint is not None:
-            # The system maps 16 pages around each row; without this the whole table would be resident in time.
-            self.checkpoint.release(self.name)
+        # The system maps 16 pages around each row; without this the whole table would be resident in time.
+        self.checkpoint.release(self.name)
         return rows
+
+
+class HeldEmbedding:
+    """Token embeddings on a device: a rank has those of its part of the vocabulary, and nothing for other tokens; the
+    ranks add up what they have (Shoeybi et al., 2019, section 3)."""
+
+    def __init__(self, table: Tensor, own: range, sum_: Callable[[Tensor], Tensor] | None):
+        """`table` [own, hidden]; `sum_` over the ranks, in place; None: there are no others."""
+        self.table, self.own, self.sum_ = table, own, sum_
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        if self.sum_ is None:
+            return F.embedding(tokens, self.table).float()
+        places = tokens - self.own.start
+        away = (places < 0) | (places >= len(self.own))
+        rows = F.embedding(places.masked_fill(away, 0), self.table).float()
+        return self.sum_(rows.masked_fill_(away[:, None], 0.0))
+
+
+def load_embedding(
+    checkpoint: Checkpoint, name: str, shape: tuple[int, int], device: str, own: range, peers: Peers | None
+) -> Embedding:
+    """`own`: the rows of this rank, where it holds any."""
+    if device == "cpu":
+        return MappedEmbedding(checkpoint, name, shape)
+    rows = checkpoint.view(name, shape)[own.start : own.stop].to(device)
+    return HeldEmbedding(rows, own, peers.sum_ if peers and len(own) < shape[0] else None)
 
 
 class Decoder:
@@ -249,7 +277,7 @@ def load_decoder(
     """Loads and packs the weights. `kind` is a key of `linear.KINDS`, None the best here; `part` of the model that
     `config` describes, None: all of it, and then there are no `peers`. Raises ModelError."""
     part = part or part_of(config)
-    place, table = part.place, "model.embed_tokens"
+    place, table = part.place, EMBEDDING
     loader = _Loader(checkpoint, config, part, device, kind or best_kind(device), progress)
     head = norm = embedding = None
     if place.last:
@@ -258,7 +286,8 @@ def load_decoder(
         head, norm = loader.reader.fused([rows], config.hidden, False), loader.norm("model.norm", config.hidden)
     layers = [loader.layer(index) for index in part.layers]
     if place.first:
-        embedding = Embedding(checkpoint, f"{table}.weight", (config.vocab_size, config.hidden), device)
+        shape = config.vocab_size, config.hidden
+        embedding = load_embedding(checkpoint, f"{table}.weight", shape, device, part.embedding, peers)
     others = [f"model.layers.{index}." for index in range(config.layers) if index not in part.layers]
     if config.sparse:
         block = ARCHITECTURES[config.architecture].experts[0]

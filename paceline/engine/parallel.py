@@ -2,8 +2,8 @@
 
 A model is cut into pipeline stages of consecutive layers (AlpaServe, section 4.1), and every stage over tensor ranks
 (Shoeybi et al., 2019, section 3): heads and the inner columns of the MLP are divided, each rank computes with its own,
-and a sum over the ranks follows the attention and the MLP. Rows of the head are divided too. The embedding is not: a
-worker reads the rows that it needs from the mapped file.
+and a sum over the ranks follows the attention and the MLP. Rows of the head are divided too, and those of the embedding
+where a device holds them; on CPU no worker does: each reads the rows that it needs from the mapped file.
 
 Worker 0, where tokens enter, drafts; the first rank of the last stage samples and answers for the group. Steps come to
 all workers in the same order, so what they say to each other needs no names.
@@ -74,6 +74,7 @@ class Part:
     inner: range  # of the MLP
     experts: range  # or of those, all of each
     vocabulary: range  # rows of the head; empty in all stages but the last
+    embedding: range  # rows of the embedding; empty in all stages but the first
 
     def weight_bytes(self, quantization: str) -> int:
         """Of the weights that the worker holds."""
@@ -93,6 +94,7 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
     layers = stage_layers(costs(config, quantization), stages)[place.stage]
     inner = inner_columns(config.intermediate, place)
     experts = range(config.experts * rank // ranks, config.experts * (rank + 1) // ranks)
+    rows = vocabulary_of(vocabulary, place)
     own_kv = kv_heads // ranks or 1
     first_kv = rank * kv_heads // ranks
     own = replace(
@@ -113,7 +115,8 @@ def part_of(config: ModelConfig, place: Place = Place(), quantization: str = "no
         range(first_kv, first_kv + own_kv),
         inner,
         experts,
-        range(vocabulary * rank // ranks, vocabulary * (rank + 1) // ranks) if place.last else range(0),
+        rows if place.last else range(0),
+        rows if place.first else range(0),
     )
 
 
@@ -126,6 +129,12 @@ def stage_layers(costs: list[float], stages: int) -> list[range]:
         raise ModelError(f"parallel.pipeline: {stages} stages for {len(costs) - 2} layers, embedding and head")
     bounds = [0, *(min(end - 1, len(costs) - 2) for end in cut(costs, stages))]
     return [range(*pair) for pair in pairwise(bounds)]
+
+
+def vocabulary_of(size: int, place: Place) -> range:
+    """Tokens whose rows of embedding and head a rank has, where it has any."""
+    rank, ranks = place.rank, place.parallel.tensor
+    return range(size * rank // ranks, size * (rank + 1) // ranks)
 
 
 def inner_columns(count: int, place: Place) -> range:

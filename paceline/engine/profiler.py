@@ -93,6 +93,7 @@ def roofline(runner: ModelRunner, quantization: str) -> Roofline:
         peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(),
         expert_bytes=expert_bytes,
         expert_share=config.experts_per_token / config.experts if config.sparse else 1.0,
+        working_bytes=runner.info.working_bytes,
     )
 
 

@@ -30,7 +30,7 @@ from paceline.engine.job import EngineSequence, Job, in_parts
 from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
 from paceline.engine.kv_cache import KVCache, MemoryPlan, can_lend, kv_dtype, pool_blocks, resident_bytes
 from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
-from paceline.engine.model import Decoder, Progress, load_decoder
+from paceline.engine.model import EMBEDDING, Decoder, Progress, load_decoder
 from paceline.engine.parallel import Part, Peers, Place, part_of
 from paceline.engine.sampler import SamplingState
 from paceline.engine.tokenizer import Tokenizer
@@ -147,6 +147,9 @@ class ModelRunner:
             # distributions kept, and what a verdict makes of those of target and draft
             activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
         weights = sum(part.weight_bytes(quantization) for part in parts)
+        if device != "cpu":  # which holds the rows of the embedding, too
+            for checkpoint, one, part in zip(checkpoints, configs, parts, strict=True):
+                weights += checkpoint.nbytes(f"{EMBEDDING}.weight") // one.vocab_size * len(part.embedding)
         dtype, block_bytes = kv_dtype(quantization), block_size * _token_bytes(parts, quantization)
         lends = lent is not None and all(can_lend(part.config, block_size, device, dtype) for part in parts)
         if num_blocks is None:

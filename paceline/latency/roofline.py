@@ -18,6 +18,7 @@ class Roofline:
     peak: float
     expert_bytes: int = 0  # of weight_bytes, what lies in experts
     expert_share: float = 1.0  # of a layer's experts, those that a token is sent to
+    working_bytes: int = 0  # of the process, beside weights, keys and values: its largest step, and itself
 
     def bytes(self, shape: StepShape) -> int:
         """Weights once, the keys and values of all contexts once, those of the new tokens written.

@@ -92,6 +92,7 @@ class Problem:
     devices: Ints = field(init=False)  # [shapes]
     latency: Floats = field(init=False)  # [models, shapes, stages]; infinite where the model does not have the shape
     weight: Floats = field(init=False)  # likewise: bytes on each device
+    working: Floats = field(init=False)  # [models, shapes]: bytes of each device for steps, which models take in turn
     evaluations: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -102,14 +103,14 @@ class Problem:
         self.stages = np.array([p.pipeline for p in self.shapes], np.int64)
         self.devices = np.array([p.devices for p in self.shapes], np.int64)
         size = len(self.tables), len(self.shapes), max([*self.stages, 1])
-        self.latency, self.weight = np.full(size, np.inf), np.zeros(size)
+        self.latency, self.weight, self.working = np.full(size, np.inf), np.zeros(size), np.zeros(size[:2])
         for m, table in enumerate(self.tables):
             for p, parallel in enumerate(self.shapes):
                 if parallel in table.shapes:
                     shape, k = table.shapes[parallel], parallel.pipeline
                     slower = 1 + self.timing.stage_penalty * k
                     self.latency[m, p, :k] = [seconds * slower for seconds in shape.stage_latency[1]]
-                    self.weight[m, p, :k] = shape.stage_weight_bytes
+                    self.weight[m, p, :k], self.working[m, p] = shape.stage_weight_bytes, shape.working_bytes
                     if self.reserve:
                         self.weight[m, p, :k] += self.reserve[m] / parallel.devices
                     if self.cluster.load_bandwidth > 0 and self.kinds and self.kinds[m]:
@@ -139,7 +140,8 @@ class Problem:
             return out
         replay(
             self.times, self.models, active, self.goal, self.latency, self.stages, shape, member, RULES[self.rule],
-            self.timing[1:5], self.weight, float(self.cluster.memory), float(self.cluster.load_bandwidth),
+            self.timing[1:5], self.weight, self.cluster.memory - self.working.max(initial=0.0),
+            float(self.cluster.load_bandwidth),
             out.good, out.waited, out.asked, out.busy, out.finish, out.owner, out.ends,
         )  # fmt: skip
         return out
@@ -199,22 +201,22 @@ class Problem:
     def taken(self, p: int, mine: Bools) -> Floats:
         """Bytes on a device of each stage [stages] that the models [models] of a group of shape p must have at once.
 
-        That is one at a time where they can come from host memory, so what they leave is what the largest leaves.
+        That is one at a time where they can come from host memory, so what they leave is what the largest leaves; and
+        what the largest step of them takes.
         """
         weight = self.weight[mine, p]
         weight = np.where(np.isfinite(weight), weight, 0.0)
-        if self.cluster.load_bandwidth > 0:
-            largest: Floats = weight.max(0, initial=0.0)
-            return largest
-        total: Floats = weight.sum(0)
-        return total
+        held = weight.max(0, initial=0.0) if self.cluster.load_bandwidth > 0 else weight.sum(0)
+        taken: Floats = held + self.working[mine, p].max(initial=0.0)
+        return taken
 
     def room(self, p: int, mine: Bools) -> Bools:
         """Which models could join a group of shape p that has `mine` [models]: memory, shape and kind allow it."""
-        weight = self.weight[:, p]
+        weight, working = self.weight[:, p], self.working[:, p]
         swapped = self.cluster.load_bandwidth > 0
         taken = np.zeros(weight.shape[1]) if swapped else weight[mine].sum(0)
-        fits: Bools = (weight <= self.cluster.memory - taken).all(1) & ~mine
+        step = np.maximum(working, working[mine].max(initial=0.0))
+        fits: Bools = (weight <= self.cluster.memory - step[:, None] - taken).all(1) & ~mine
         if mine.any():
             fits &= self.kind_of == self.kind_of[mine.argmax()]
         return fits

@@ -174,7 +174,7 @@ def refuse_misfits(problem: Problem) -> None:
     """Raises ValueError for a model that fits no group of these devices, or whose goal no shape can meet."""
     memory, cluster = problem.cluster.memory, problem.cluster
     for m, table in enumerate(problem.tables):
-        largest = problem.weight[m].max(1)
+        largest = problem.weight[m].max(1) + problem.working[m]
         if not (largest <= memory).any():
             possible = [float(b) for b in largest if np.isfinite(b)]
             least = f"{min(possible) / 2**30:.2f} GiB a device" if possible else "no shape is known for so few devices"

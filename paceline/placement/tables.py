@@ -15,6 +15,7 @@ class ShapeTable:
 
     stage_weight_bytes: tuple[int, ...]  # of each device of each stage
     stage_latency: dict[int, tuple[float, ...]]  # seconds in each stage, by batch size
+    working_bytes: int = 0  # of each device, beside weights and KV: the process, and its largest step
 
     @property
     def latency(self) -> float:
@@ -42,11 +43,12 @@ def from_layers(
     pipelines: tuple[int, ...],
     hop: float = 0.0,
     tensors: dict[int, float] | None = None,
+    working: int = 0,
 ) -> ModelTable:
     """Shapes of a model whose layers' costs are known: embedding first, then blocks, then the head.
 
     Stages by `partition.cut`. `hop`: seconds from a stage to the next; `tensors`: by how many devices a layer can be
-    split, and how much faster it is then.
+    split, and how much faster it is then; `working`: bytes of each device beside the weights.
     """
     shapes = {}
     for tensor, gain in (tensors or {1: 1.0}).items():
@@ -56,5 +58,5 @@ def from_layers(
                 begins = [0, *ends[:-1]]
                 latency = tuple(sum(seconds[a:b]) / gain + hop * (a > 0) for a, b in zip(begins, ends, strict=True))
                 bytes_ = tuple(-(-sum(weights[a:b]) // tensor) for a, b in zip(begins, ends, strict=True))
-                shapes[Parallel(pipeline, tensor)] = ShapeTable(bytes_, {1: latency})
+                shapes[Parallel(pipeline, tensor)] = ShapeTable(bytes_, {1: latency}, working)
     return ModelTable(name, shapes)

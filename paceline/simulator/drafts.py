@@ -63,7 +63,7 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
     """`slots`: the most sequences of a group."""
     costs = [
         one for own, time in zip(drafts, targets, strict=True)
-        for one in (target_costs(time), own and own.costs or Costs([0.0]))
+        for one in (Costs.of(time), own and own.costs or Costs([0.0]))
     ]  # fmt: skip
     some = [own.most if own else 0 for own in drafts]
     return Drafts(
@@ -76,11 +76,6 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.zeros((len(drafts), 2, MAX_DRAFT_TOKENS)),
         THRESHOLDS,
     )
-
-
-def target_costs(time: StepTime) -> Costs:
-    """As they are believed live."""
-    return Costs(time.linear, time.emit + time.decode, time.decode_context)
 
 
 @part

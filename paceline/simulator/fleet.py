@@ -22,6 +22,7 @@ from paceline.metrics.outcomes import STATUSES, Outcomes
 from paceline.placement.problem import Judge, Outcome, Problem
 from paceline.placement.tables import ModelTable
 from paceline.simulator import steps
+from paceline.simulator.drafts import SimulatedDrafts
 from paceline.workload.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -42,6 +43,7 @@ class SimulatedModel:
     budget: GoalBudget | None = None  # as it is served with on one whole device; None: always the token budget
     shares: dict[Parallel, float] = field(default_factory=dict)  # of a step's time that the slowest stage takes
     text_time: StepTime | None = None
+    drafts: SimulatedDrafts | None = None  # None: it has no drafter, or nobody knows how good that is
 
     @property
     def name(self) -> str:
@@ -198,13 +200,15 @@ def _groups(
         hosted = [models[trace.names.index(name)] for name in group.models]
         if not any(model.by_steps for model in hosted):
             continue
-        sizes = [max(model.table.shapes[group.parallel].stage_weight_bytes) for model in hosted]
-        slots = slots_of(sizes, memory) if memory and bandwidth else None
+        shapes = [model.table.shapes[group.parallel] for model in hosted]
+        sizes = [max(shape.stage_weight_bytes) for shape in shapes]
+        left = memory and max(1, memory - max(shape.working_bytes for shape in shapes))
+        slots = slots_of(sizes, left) if memory and bandwidth else None
         if slots == 0:
-            raise ValueError(f"groups.{g}.models: {memory} bytes a device are too few for {max(sizes)} and KV")
+            raise ValueError(f"groups.{g}.models: {memory} bytes a device are too few for {max(sizes)}, steps and KV")
         for place, model in enumerate(hosted):
             assert model.by_steps
-            limit, rule = _limits(model, group, hosted, slots, memory, limits), policy
+            limit, rule = _limits(model, group, hosted, slots, left, limits), policy
             share = model.share(group.parallel)
             if model.text_time:
                 limit, rule = limit.of_texts(), WHOLE_PROMPTS
@@ -214,7 +218,7 @@ def _groups(
                 resident=slots is None or place < slots, load_s=sizes[place] / bandwidth if slots else 0.0,
                 block_bytes=(model.kv_bytes * BLOCK,) if limit.most_blocks else (),
             )  # fmt: skip
-            groups.append(steps.SimulatedGroup(config, model.by_steps, share))
+            groups.append(steps.SimulatedGroup(config, model.by_steps, share, model.drafts))
             lanes.append(g)
     return groups, lanes
 
@@ -223,8 +227,8 @@ def _limits(
     model: SimulatedModel, group: Group, here: Sequence[SimulatedModel], slots: int | None, memory: int,
     limits: SchedulerConfig,
 ) -> SchedulerConfig:  # fmt: skip
-    """Of what memory the weights leave each of the models here has an equal part, and lends it, as live on CPUs; or a
-    fixed one, where so many `slots` of them are loaded at a time."""
+    """Of what the weights leave of a device's `memory`, bytes without those for steps, each of the models here has an
+    equal part, and lends it, as live on CPUs; or a fixed one, where so many `slots` of them are loaded at a time."""
     if not memory or not model.kv_bytes:
         return limits
     stages = zip(*(one.table.shapes[group.parallel].stage_weight_bytes for one in here), strict=True)

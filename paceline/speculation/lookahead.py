@@ -23,6 +23,7 @@ from numba import njit, types
 from numpy.typing import NDArray
 
 from paceline.core.request import COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
+from paceline.latency.step_time import StepTime
 
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
@@ -45,6 +46,10 @@ class Costs:
     linear: Sequence[float]  # by tokens, from 0 on
     token: float = 0.0  # more for each
     context: float = 0.0  # for each token that those read
+
+    @staticmethod
+    def of(time: StepTime) -> "Costs":
+        return Costs(time.linear, time.emit + time.decode, time.decode_context)
 
     def scaled(self, share: float) -> "Costs":
         """Those of a part of the model."""

@@ -2,15 +2,21 @@
 
 import csv
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from paceline.cli import fleet_file
+from paceline.cli import fleet_file, profile_cache
 from paceline.cli.groups import plan
 from paceline.cli.planning import _from_config, load_placement, planned, traffic
 from paceline.core.cluster import Parallel
 from paceline.engine.config import ModelConfig
+from paceline.latency.profile import Percentiles, Profile
+from paceline.latency.roofline import Roofline
+from paceline.latency.step_time import StepTime
+from paceline.simulator.drafts import SimulatedDrafts
+from paceline.speculation.lookahead import Costs
 from tests.cli import command
 from tests.engine import checkpoints
 
@@ -161,6 +167,8 @@ def edited(folder: Path, old: str, new: str) -> list[str]:
         ("memory: 5GiB", "memory: 900MiB", "memory: 'a' fits nowhere on 4 devices with 0.88 GiB"),
         ("rate: 4.0", "rate: .inf", "workload.rate: Input should be a finite number"),
         ("rate: 4.0", "rate: 4.0, trace: t.csv", "workload: Value error, rate and trace: one of them"),
+        ("rate: 4.0", "rate: 4.0, acceptance: 0.5", "workload.acceptance: is only allowed with a speculation.drafter"),
+        ("rate: 4.0, cv: 3.0}", "acceptance: 0.5}, speculation: {drafter: ngram}", "'a' is one-shot, and drafts noth"),
         ("rate: 4.0", "rate: -4.0", "workload.rate: Input should be greater than or equal to 0"),
         ("deadline: 1.5", "deadline: 0.1", "slo.deadline: 'c' takes 0.1575 s in its fastest shape that fits"),
         ("profile:large", "profile:huge", "model 'c': no 'huge' in a profile; it has small, large"),
@@ -213,6 +221,52 @@ def test_models_with_steps_are_planned_by_simulating_them(folder):
     assert load_placement(folder / "p.json").hosts("a")
 
 
+def test_drafts_are_simulated_where_the_workload_says_how_good_they_are(folder):
+    step = {"linear": [0.0, *(0.01 + 1e-5 * n for n in range(300))], "emit": 0.0, "decode": 0.0, "decode_context": 0.0,
+            "chunk": 0.0, "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
+    entry = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": step, "roofline": {"kv_bytes": 1000}}
+    (folder / "profile.json").write_text(json.dumps({"models": {"llm": entry}}))
+    (folder / "p.json").write_text('{"groups": [{"devices": [0], "parallel": {}, "models": ["a"]}]}')
+    (folder / "t.csv").write_text(
+        "arrival,model,prompt_tokens,output_tokens\n" + "".join(f"{2 * i},a,50,101\n" for i in range(20))
+    )
+    arguments = ["--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv", "--out", "r"]
+
+    def latency(workload: str) -> float:
+        model = f"{{name: a, source: 'profile:llm', workload: {{{workload}}}, speculation: {{drafter: ngram}}}}"
+        (folder / "fleet.yaml").write_text(f"models: [{model}]\ncluster: {{devices: 1, memory: 2GiB}}\n")
+        paceline(folder, "simulate", "fleet.yaml", *arguments)
+        return json.loads((folder / "r/report.json").read_text())["latency"]["p50"]
+
+    alone = latency("rate: 1.0")
+    assert latency("acceptance: 1.0") < alone / 4, "five tokens a step, but the last"
+    assert latency("acceptance: 0.0") < alone * 1.02, "it finds out that drafts do not pay"
+
+
+def test_a_simulated_draft_model_takes_its_time_and_memory(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    checkpoints.save("llama2", folder / "draft")
+    step = StepTime((0.0, *(0.01 + 1e-5 * n for n in range(300))), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    entry = {"parallel": [{"stage_weight_bytes": [GIB], "working_bytes": 100}], "step_time": asdict(step)}
+    (folder / "profile.json").write_text(json.dumps({"models": {"llm": entry}}))
+    drafter = f"speculation: {{drafter: {folder / 'draft'}, max_draft_tokens: 3}}"
+    model = f"{{name: a, source: 'profile:llm', workload: {{rate: 1.0, acceptance: 0.8}}, {drafter}}}"
+    (folder / "fleet.yaml").write_text(f"models: [{model}]\ncluster: {{devices: 2, memory: 4GiB}}\n")
+    fleet = fleet_file.load(folder / "fleet.yaml")
+    with pytest.raises(ValueError, match=r"speculation.drafter: .*/draft has no profile on this machine"):
+        planned(fleet, folder / "profile.json")
+    small, none = StepTime((0.0, 0.001), 0.0, 2e-5, 3e-9, 0.0, 0.0, 0.0), Percentiles(0.0, 0.0)
+    floor = Roofline(64, 1, 1, 1, 8, 1e9, 1e9)
+    known = Profile(small, ((1, 1),), (), 1, none, none, {1: 0.001}, floor)
+    device = profile_cache.Device.here(profile_cache.threads_of(2))
+    profile_cache.save(profile_cache.cache_file(folder / "draft", "none", device), "draft", known, device)
+    (model,) = planned(fleet, folder / "profile.json").models
+    assert model.drafts == SimulatedDrafts(3, 0.8, Costs((0.0, 0.001), 2e-5, 3e-9))
+    stages = {str(p): shape.stage_weight_bytes for p, shape in model.table.shapes.items() if p.devices <= 2}
+    assert stages == {"(1,1)": (GIB + 64,), "(2,1)": (GIB // 2 + 64, GIB // 2)}
+    assert model.share(Parallel(2)) == 0.5 and model.table.shapes[Parallel(2)].working_bytes == 100
+
+
 def test_profile_sources_are_not_served(folder):
     assert "can be planned, not served" in paceline(folder, "serve", "fleet.yaml", code=2)
 
@@ -222,7 +276,7 @@ def test_stages_hold_all_experts_and_compute_some(tmp_path, quantization):
     checkpoints.save("qwen3-moe-every-other", tmp_path)
     config = ModelConfig.load(tmp_path)
     entry = fleet_file.Entry(name="a", source=str(tmp_path), quantization=quantization)
-    shapes = _from_config(entry, tmp_path).shapes
+    shapes = _from_config(entry, tmp_path, 0).shapes
     head = config.vocab_size * config.hidden * (1 if quantization == "int8" else 4)
     dense, sparse, after = (config.layer_bytes(layer, quantization) for layer in range(3))
     assert shapes[Parallel()].stage_weight_bytes == (2 * head + dense + sparse + after,)

@@ -96,7 +96,10 @@ def test_end_to_end(tmp_path, cache):
     data = json.loads(file.read_text())
     model = data["models"]["coder"]
     assert len(model["step_time"]["linear"]) == 65 and model["knee"] <= 64
-    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [model["roofline"]["weight_bytes"]]}
+    floor = model["roofline"]
+    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [floor["weight_bytes"]]}
+    stage |= {"working_bytes": floor["working_bytes"]}
+    assert floor["working_bytes"] > 100 << 20, "an interpreter with torch"
     assert model["parallel"] == [stage]
     assert set(data["error"]) == {"p50", "p95"} and data["device"]["threads"] is None
     kept = list((cache / "paceline" / "profiles").iterdir())

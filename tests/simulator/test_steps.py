@@ -17,7 +17,7 @@ from paceline.core.batch import Batch, StepShape
 from paceline.core.events import Unreachable
 from paceline.core.request import SLO, Request
 from paceline.latency.step_time import StepTime
-from paceline.simulator.drafts import SimulatedDrafts, stays, target_costs
+from paceline.simulator.drafts import SimulatedDrafts, stays
 from paceline.simulator.driver import FixedOutputs, simulate
 from paceline.simulator.steps import Requests, SimulatedGroup, run
 from paceline.speculation.lookahead import Costs, Lookahead, expected
@@ -50,7 +50,7 @@ def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> l
         )  # fmt: skip
         options = {"policy": policy} | options
         if drafts and drafts.adaptive:
-            options["lookahead"] = lambda: Lookahead(target_costs(model_time), drafts.costs)
+            options["lookahead"] = lambda: Lookahead(Costs.of(model_time), drafts.costs)
         return SimulatedGroup(GroupConfig((model,), limits, admission=admission, **options), model_time, share, drafts)
 
     return [
@@ -106,7 +106,7 @@ def drafting(group: SimulatedGroup, batch: Batch) -> float:
     own, drafted = group.drafts, [(start, k) for start, k in zip(batch.starts, batch.drafts, strict=True) if k]
     arrays = (
         (np.array(one.linear), one.token, one.context)
-        for one in (target_costs(group.step_time), own.costs or Costs([0.0]))
+        for one in (Costs.of(group.step_time), own.costs or Costs([0.0]))
     )
     counts = np.array([k for _, k in drafted], np.uint8)
     return expected(counts, sum(start for start, _ in drafted), *(value for one in arrays for value in one))[0]

@@ -1,0 +1,63 @@
+"""Simulated drafts keep their law, and what they cost: tokens a step, seconds of drafting, the stage that drafts."""
+
+import numpy as np
+import pytest
+
+from paceline.batching.config import SchedulerConfig
+from paceline.controller import GroupConfig
+from paceline.latency.step_time import StepTime
+from paceline.simulator.drafts import SimulatedDrafts
+from paceline.simulator.steps import Requests, Result, SimulatedGroup, run
+from paceline.speculation.lookahead import Costs
+
+STEP = StepTime(tuple(0.01 + 1e-4 * n for n in range(65)), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+TOKENS = 4001
+
+
+def alone(drafts: SimulatedDrafts | None, stages: int = 1, requests: int = 1) -> Result:
+    """Requests that have the group for themselves, one after the other."""
+    limits = SchedulerConfig(token_budget=64, num_blocks=1000)
+    group = SimulatedGroup(GroupConfig(("m",), limits, pipeline=stages), STEP, 1 / stages, drafts)
+    far, many = np.full(requests, np.inf), np.ones(requests, np.int64)
+    arrivals = 1e4 * np.arange(requests)
+    return run([group], ["m"], Requests(arrivals, 0 * many, 16 * many, TOKENS * many, far, far))
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("most", [1, 4])
+def test_tokens_a_step_follow_the_formula(most, acceptance):
+    """Leviathan et al., 2023, equation 1."""
+    found = alone(SimulatedDrafts(most, acceptance, adaptive=False))
+    expected = sum(acceptance**n for n in range(most + 1))
+    assert found.tokens[0] == TOKENS == found.gap_ends[0] + 1
+    assert (TOKENS - 1) / (len(found.steps) - 1) == pytest.approx(expected, rel=0.03)
+
+
+def test_the_same_tokens_stay_however_many_are_drafted():
+    """So a draft that is too long only adds to what a shorter one gains."""
+    steps = [len(alone(SimulatedDrafts(most, 0.7, adaptive=False)).steps) for most in (1, 2, 4, 8)]
+    assert steps == sorted(steps, reverse=True) and steps[0] > 1.5 * steps[-1]
+
+
+def test_drafting_takes_its_time():
+    draft = Costs((0.0, 0.002), 1e-4)
+    steps = alone(SimulatedDrafts(3, 1.0, draft, adaptive=False))
+    assert steps.took[1] == pytest.approx(STEP.linear[4] + 3 * (0.002 + 1e-4))
+    free = alone(SimulatedDrafts(3, 1.0, adaptive=False))
+    assert free.took[1] == pytest.approx(STEP.linear[4])
+
+
+def test_the_first_stage_drafts():
+    found = alone(SimulatedDrafts(3, 1.0, Costs((0.0, 0.002)), adaptive=False), stages=2)
+    first, second = found.left[1]
+    begin = found.left[0, 1]
+    assert first - begin == pytest.approx(STEP.linear[4] / 2 + 0.006)
+    assert second - first == pytest.approx(STEP.linear[4] / 2)
+
+
+@pytest.mark.parametrize(("acceptance", "slower"), [(0.0, 1.02), (0.95, 0.5)])
+def test_the_lookahead_drafts_what_pays(acceptance, slower):
+    """And where it does not, a request later nobody does: what is learnt stays with the group."""
+    plain, drafting = alone(None, requests=3), alone(SimulatedDrafts(4, acceptance), requests=3)
+    times = [one.finish - 1e4 * np.arange(3) for one in (plain, drafting)]
+    assert times[1][-1] < slower * times[0][-1]
