@@ -1,10 +1,11 @@
 """What the simulator says of a fleet against what the fleet then does: signed errors at shares of what it can carry.
 
 `python -m benchmarks.fidelity [--quick] [--out FOLDER]`: profiles an encoder and two decoders on two devices, plans,
-serves the placement, and sends Poisson traces at 50, 85 and 95 % of the highest rate at which the simulation meets
-99 % of the goals. The same traces are simulated on the same placement with the same profile. An error is
-(simulated - measured) / measured: above zero the simulation promises more goodput, or more seconds, than there are.
-For a quiet machine: everything here competes for its cores.
+serves the placement, and takes from a first trace how far its steps are from the profile (`paceline profile --live`).
+Then it sends Poisson traces at 50, 85 and 95 % of the highest rate at which the simulation meets 99 % of the goals. The
+same traces are simulated on the same placement with that profile. An error is (simulated - measured) / measured: above
+zero the simulation promises more goodput, or more seconds, than there are. For a quiet machine: everything here
+competes for its cores.
 """
 
 import json
@@ -17,6 +18,7 @@ from benchmarks.live import capacity, keep, measured, paceline, parser, poisson,
 from benchmarks.machine import describe
 
 SHARES = (0.5, 0.85, 0.95)
+FIRST = 0.6  # load at which steps are compared with the profile, of what that promises
 FIGURES = (("goodput", ""), ("ttft", "p50"), ("tbt", "p50"), ("ttft", "p99"), ("latency", "p50"), ("latency", "p99"))
 FLEET = """
 models:
@@ -57,14 +59,15 @@ def run(folder: Path, quick: bool) -> dict:
     profiled(folder, quick)
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "placement.json", "--quiet",
              "--duration", duration, "--seeds", 1)  # fmt: skip
-    most = capacity(folder, duration)
-    result = {
-        "machine": describe(), "capacity": most, "duration": duration,
-        "prediction_error": json.loads((folder / "profile.json").read_text())["error"],
-        "placement": json.loads((folder / "placement.json").read_text()), "loads": {},
-    }  # fmt: skip
     with served(folder) as url:
-        measured(folder, poisson(folder, 2.0, 5.0, 99), url)  # warm
+        measured(folder, poisson(folder, FIRST * capacity(folder, duration), duration, 99), url)
+        paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", "--live", url)
+        most, profile = capacity(folder, duration), json.loads((folder / "profile.json").read_text())
+        result = {
+            "machine": describe(), "capacity": most, "duration": duration, "prediction_error": profile["error"],
+            "live": {name: entry.get("live") for name, entry in profile["models"].items()},
+            "placement": json.loads((folder / "placement.json").read_text()), "loads": {},
+        }  # fmt: skip
         for seed, share in enumerate(SHARES[:1] if quick else SHARES, 1):
             name = poisson(folder, share * most, duration, seed)
             got, promised = measured(folder, name, url), simulated(folder, name)

@@ -242,6 +242,7 @@ class Scheduler:
             now[DECODES],
             shape,
             self._predicted(shape, spent if drafts else None),
+            float(s.factors[PACE]),
             tuple(self.preempted),
             drafts,
         )

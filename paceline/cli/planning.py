@@ -49,8 +49,14 @@ class ShapeEntry(msgspec.Struct):
     by_length: dict[int, dict[int, tuple[float, ...]]] | None = None
 
 
+class LiveEntry(msgspec.Struct, forbid_unknown_fields=True):
+    pace: float  # seconds of a step in a server over what the profile says
+    overhead_s: float  # of a step, beside the engine
+
+
 class ModelEntry(msgspec.Struct):
     parallel: list[ShapeEntry]
+    live: LiveEntry | None = None
     step_time: dict[str, Any] | None = None
     roofline: dict[str, Any] | None = None
     tiles: Any = None
@@ -174,7 +180,7 @@ def _model(
         if name not in known:
             there = f"it has {', '.join(known)}" if file else "give --profile FILE"
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
-        return _from_profile(entry.name, known[name], slo, errors.get("p95", 0.0))
+        return _as_served(_from_profile(entry.name, known[name], slo, errors.get("p95", 0.0)), known[name].live)
     path = resolve(entry.source)
     one_shot = is_encoder(path)
     kept = _kept(path, entry.quantization, threads)
@@ -228,6 +234,24 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None) -> Simul
     path = Path() if entry.source.startswith("profile:") else resolve(entry.source)
     cost = costs(drafting, path, entry.quantization, model.step_time, draft)
     return replace(model, drafts=SimulatedDrafts(drafting.max_draft_tokens, rate, cost, drafting.adaptive))
+
+
+def _as_served(model: SimulatedModel, live: LiveEntry | None) -> SimulatedModel:
+    """With steps as they were in a server."""
+    if live is None:
+        return model
+
+    def longer(stages: tuple[float, ...]) -> tuple[float, ...]:
+        return tuple(live.pace * seconds + live.overhead_s for seconds in stages)
+
+    shapes = {
+        parallel: replace(shape, stage_latency={size: longer(stages) for size, stages in shape.stage_latency.items()})
+        for parallel, shape in model.table.shapes.items()
+    }
+    step, text = (time and time.changed(live.pace, live.overhead_s) for time in (model.step_time, model.text_time))
+    budget = model.budget and model.budget.of_share(live.pace)
+    table = replace(model.table, shapes=shapes)
+    return replace(model, table=table, step_time=step, text_time=text, budget=budget)
 
 
 def _more_in_front(shape: ShapeTable, weight: int) -> ShapeTable:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from paceline.batching.budget import GoalBudget
-from paceline.cli import draft_profile, fleet_file, fleet_profile, profile_cache
+from paceline.cli import draft_profile, fleet_file, fleet_profile, live_profile, profile_cache
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.profile_cache import threads_of
@@ -62,6 +62,9 @@ def profile(
         int | None, typer.Option(min=1, help="Of an encoder's texts; default: its workload's in a fleet, or 256.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="With FLEET.yaml: the profile file, to plan with.")] = None,
+    live: Annotated[
+        str | None, typer.Option(metavar="URL", help="Adds to --out how a server of it differs, under its traffic.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time and tokens/s by width into this PNG.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the profile file here too.")] = None,
 ) -> None:
@@ -70,6 +73,7 @@ def profile(
     Example: paceline profile builtin:coder --tbt-goal 0.05
     Which draft pays: paceline profile --speculation builtin:coder builtin:coder-draft ngram
     Every model of a fleet, in every shape: paceline profile fleet.yaml --out profile.json
+    And as it serves: paceline profile fleet.yaml --out profile.json --live http://localhost:8000
     """
     if bool(drafts) != speculation:
         raise ValueError("speculation: takes the drafts behind the source, and they need --speculation")
@@ -84,9 +88,14 @@ def profile(
         _refuse(of_steps | {"json": json, "quantization": quantization != "none"}, "of one model, and this is a fleet")
         if out is None:
             raise ValueError("out: says where a fleet's profile goes: --out PROFILE.json")
+        if live:
+            found = live_profile.measured(live)
+            live_profile.add(out, found)
+            Console().print(live_profile.live_table(found))
+            return
         _fleet(Path(source), out, threads, prompt_tokens, seconds, quick)
         return
-    _refuse({"out": out}, "of a fleet; one model's profile goes to --json")
+    _refuse({"out": out, "live": live}, "of a fleet; one model's profile goes to --json")
     path, name = resolve(source), default_name(source)
     seconds = seconds or (QUICK_S if quick else FULL_S)
     if is_encoder(path):

@@ -41,6 +41,11 @@ class StepTime:
         """All but the table, in the order of `predicted`."""
         return self.emit, self.decode, self.decode_context, self.chunk, self.chunk_context, self.chunk_pair
 
+    def changed(self, pace: float, overhead: float) -> "StepTime":
+        """With every step so much longer, and so many seconds more."""
+        linear = tuple(pace * seconds + overhead for seconds in self.linear)
+        return StepTime(linear, *(pace * term for term in self.terms))
+
     def seconds(self, shape: StepShape) -> float:
         """Steps wider than the table go on at its average slope."""
         return predicted(self.linear, self.terms, shape)

@@ -339,6 +339,7 @@ class LocalFleet:
                 g.scheduler.num_running,
                 g.scheduler.num_blocks - g.scheduler.num_free_blocks,
                 g.scheduler.num_blocks,
+                g.config.models[0],
             )
             for g in groups
         ]

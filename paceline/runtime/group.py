@@ -267,6 +267,7 @@ class ModelGroup:
         scheduler = self.driver.controller.groups[self.index].scheduler
         batch, result = flight.batch, flight.result
         as_asked = bytes(batch.drafts or ()) == result.drafted  # a drafter may propose less, which takes less
+        predicted = batch.predicted if as_asked else None
         self._on_step(
             StepRecord(
                 group=self.index,
@@ -279,7 +280,8 @@ class ModelGroup:
                 schedule_s=self.driver.turn_s,
                 messages_s=received - flight.sent - flight.forward_s - flight.sample_s,
                 output_s=flight.output_s,
-                predicted_s=batch.predicted if as_asked else None,
+                predicted_s=predicted,
+                profiled_s=predicted and predicted / batch.pace,
                 draft_s=flight.draft_s,
                 drafts=flight.drafts,
             )

@@ -115,6 +115,7 @@ class Metrics:
         self.cached: dict[int, int] = defaultdict(int)
         self.drafts: dict[int, DraftMetrics] = defaultdict(DraftMetrics)
         self.prediction: dict[int, Histogram] = defaultdict(lambda: Histogram(RELATIVE))
+        self.profiled: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # seconds by profile, and as they were
         self.http: dict[tuple[str, int], int] = defaultdict(int)
         self.rejected = 0
         self._open: dict[str, _Open] = {}
@@ -169,6 +170,10 @@ class Metrics:
         if record.predicted_s is not None:
             actual = record.forward_s + record.sample_s
             self.prediction[group].observe(abs(record.predicted_s / actual - 1))
+            if record.profiled_s is not None:
+                profiled = self.profiled[group]
+                profiled[0] += record.profiled_s
+                profiled[1] += actual
 
     # From the routes
 
@@ -232,6 +237,14 @@ class _Samples(Collector):
             for part, value in zip(PARTS, parts, strict=True):
                 seconds.add_metric([str(group), part], value)
         yield seconds
+        for name, text, at in (
+            ("paceline_steps_profiled_seconds", "Of steps, by the profile.", 0),
+            ("paceline_steps_measured_seconds", "Of those steps, as they were.", 1),
+        ):
+            family = CounterMetricFamily(name, text, labels=["group", "model"])
+            for group, both in m.profiled.items():
+                family.add_metric([str(group), self._load[group].model], both[at])
+            yield family
         errors = {str(group): histogram for group, histogram in m.prediction.items()}
         text = "|predicted - measured| / measured of steps, where there is a profile."
         yield _histograms("paceline_step_prediction_error", text, "group", errors)

@@ -1,0 +1,122 @@
+"""What a server's steps take beside its profile: read from its metrics, kept in the profile file, planned with."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import fleet_file
+from paceline.cli.live_profile import FEWEST
+from paceline.cli.planning import planned
+from paceline.core.batch import StepShape
+from paceline.core.cluster import Parallel
+from paceline.runtime.api import GroupLoad, StepRecord
+from paceline.server.metrics import Metrics, exposition
+from tests.cli import command
+
+STEP = {"linear": [0.0, *(0.01 + 1e-5 * n for n in range(300))], "emit": 1e-4, "decode": 0.0, "decode_context": 1e-6,
+        "chunk": 0.0, "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
+
+
+@pytest.fixture
+def metrics() -> Iterator[tuple[str, Metrics]]:
+    """A server that has nothing but metrics, of models a, b and a again."""
+    metrics = Metrics()
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = exposition(metrics, [GroupLoad(0, 0, 0, 1, name) for name in "aba"], False)
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/", metrics
+    server.shutdown()
+    server.server_close()
+
+
+def error(*arguments: str, cwd: Path) -> str:
+    done = command.paceline(*arguments, cwd=cwd)
+    assert done.returncode == 2
+    return done.stderr
+
+
+def step(metrics: Metrics, group: int, profiled: float | None, took: float) -> None:
+    metrics.on_step(StepRecord(group, 1.0, 1, 1, 0, took, 0.0, 0.001, 0.002, 0.003, profiled and 2 * profiled, profiled))
+
+
+def test_from_metrics_to_plans(metrics, tmp_path):
+    url, of_server = metrics
+    (tmp_path / "fleet.yaml").write_text(
+        "models:\n  - {name: a, source: 'profile:a', workload: {rate: 1.0}}\n"
+        "  - {name: t, source: 'profile:t', slo: {deadline: 1.0}, workload: {rate: 1.0}}\n"
+        "cluster: {devices: 1, memory: 1GiB}\n"
+    )
+    text = {"stage_weight_bytes": [4], "prompt_tokens": 10, "stage_latency": {1: [0.02]}}
+    known = {"a": {"parallel": [{"stage_weight_bytes": [4]}], "step_time": STEP}, "t": {"parallel": [text]}}
+    (tmp_path / "p.json").write_text(json.dumps({"models": known, "device": "made up"}))
+    options = ("profile", "fleet.yaml", "--out", "p.json", "--live", url)
+    assert "no step has been compared with a profile" in error(*options, cwd=tmp_path)
+    for _ in range(FEWEST):
+        step(of_server, 0, 0.01, 0.012)
+        step(of_server, 2, 0.03, 0.028)
+    for _ in range(FEWEST - 1):
+        step(of_server, 1, 0.01, 0.02)
+    told = command.paceline(*options, cwd=tmp_path).stdout
+    assert "1.000" in told and "6.00" in told and "b" not in told.split(), "too few steps of b"
+    for _ in range(2 * FEWEST):
+        step(of_server, 0, 0.01, 0.02)
+    command.paceline(*options, cwd=tmp_path)
+    live = json.loads((tmp_path / "p.json").read_text())["models"]["a"]["live"]
+    assert live == pytest.approx({"pace": (0.6 + 1.4 + 2.0) / (0.5 + 1.5 + 1.0), "overhead_s": 0.006})
+    model, _ = planned(fleet_file.load(tmp_path / "fleet.yaml"), tmp_path / "p.json").models
+    shape = StepShape(4, 4, 4, 100)
+    assert model.step_time.seconds(shape) == pytest.approx((0.01 + 3e-5 + 4e-4 + 1e-4) * live["pace"] + 0.006)
+
+
+def test_texts_as_they_were_served(tmp_path):
+    (tmp_path / "fleet.yaml").write_text(
+        "models: [{name: t, source: 'profile:t', slo: {deadline: 1.0}, workload: {rate: 1.0}}]\n"
+        "cluster: {devices: 2, memory: 1GiB}\n"
+    )
+    shapes = [
+        {"stage_weight_bytes": [2] * p, "pipeline": p, "prompt_tokens": 10, "stage_latency": {"1": [0.02 / p] * p}}
+        for p in (1, 2)
+    ]
+    entry = {"parallel": shapes, "live": {"pace": 1.5, "overhead_s": 0.002}}
+    (tmp_path / "p.json").write_text(json.dumps({"models": {"t": entry}}))
+    (model,) = planned(fleet_file.load(tmp_path / "fleet.yaml"), tmp_path / "p.json").models
+    latencies = {p.pipeline: shape.stage_latency[1] for p, shape in model.table.shapes.items()}
+    assert latencies[1] == pytest.approx((0.032,)) and latencies[2] == pytest.approx((0.017, 0.017))
+    assert model.table.shapes[Parallel()].latency == pytest.approx(0.032)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fleet.yaml", "--out", "p.json", "--live", "http://127.0.0.1:9"), "live: http://127.0.0.1:9: "),
+        (("builtin:coder", "--live", "http://127.0.0.1:9"), "live: is of a fleet"),
+    ],
+)
+def test_mistakes(arguments, words, tmp_path):
+    (tmp_path / "fleet.yaml").write_text("models: [{name: a, source: 'profile:a'}]\n")
+    assert words in error("profile", *arguments, cwd=tmp_path)
+
+
+def test_a_file_that_is_no_profile_stays_as_it_is(metrics, tmp_path):
+    url, of_server = metrics
+    (tmp_path / "fleet.yaml").write_text("models: [{name: a, source: 'profile:a'}]\n")
+    for _ in range(FEWEST):
+        step(of_server, 0, 0.01, 0.012)
+    (tmp_path / "p.json").write_text('{"models": {"other": {}}}')
+    told = error("profile", "fleet.yaml", "--out", "p.json", "--live", url, cwd=tmp_path)
+    assert "out: p.json is no profile of these models" in told
+    assert (tmp_path / "p.json").read_text() == '{"models": {"other": {}}}'
