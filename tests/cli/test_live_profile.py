@@ -50,7 +50,8 @@ def error(*arguments: str, cwd: Path) -> str:
 
 
 def step(metrics: Metrics, group: int, profiled: float | None, took: float) -> None:
-    metrics.on_step(StepRecord(group, 1.0, 1, 1, 0, took, 0.0, 0.001, 0.002, 0.003, profiled and 2 * profiled, profiled))
+    paced = profiled and 2 * profiled
+    metrics.on_step(StepRecord(group, 1.0, 1, 1, 0, took, 0.0, 0.001, 0.002, 0.003, paced, profiled))
 
 
 def test_from_metrics_to_plans(metrics, tmp_path):
