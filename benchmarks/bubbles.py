@@ -1,4 +1,4 @@
-"""Pipeline bubbles on 64 devices, simulated: SARATHI's GPT-3 setting (2023, section 5.3) under every policy.
+"""Pipeline bubbles on 64 devices, simulated: SARATHI's GPT-3 setting (2023, section 5.3) under our policies.
 
 GPT-3 in eight stages of eight tensor ranks, 10,000 requests at once, 1 to 4 thousand tokens by a Zipf law (0.4), ten of
 a prompt to one of the output. As in the paper there are eight batches of 27 requests, each of which a policy runs for

@@ -9,65 +9,78 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
-BESIDE = ("schedule", "messages", "output")  # parts of a step in which its device waits
+from paceline.cli import profile_cache
+from paceline.cli.fleet_file import Entry, FleetFile
+from paceline.cli.sources import resolve
+from paceline.engine.encoder_config import is_encoder
+from paceline.latency.texts import TextTimes
+
 FEWEST = 50  # steps of a model, below which nothing is known
+BY_LENGTH = dict[int, dict[int, tuple[float, ...]]]
+Live = dict[str, dict[str, float]]
 
 
-def measured(url: str) -> dict[str, dict[str, float]]:
+def measured(url: str, api_key: str | None = None) -> Live:
     """By model, since the server was started: `pace`, what the engine takes for a step over what the profile says, and
     `overhead_s` beside the engine. Raises ValueError for a URL that is none of ours."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/metrics", timeout=10.0)
+        answer = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=10.0)
         answer.raise_for_status()
-    except httpx.HTTPError as error:
+        samples = [one for family in text_string_to_metric_families(answer.text) for one in family.samples]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ValueError(f"live: {url}: {str(error) or type(error).__name__}") from error
-    rows = [
-        (one.name, one.labels, one.value)
-        for family in text_string_to_metric_families(answer.text)
-        for one in family.samples
-    ]
+    found: Live = {}
+    for model in sorted({one.labels["model"] for one in samples if one.name == "paceline_profiled_steps_total"}):
+        mine = [one for one in samples if one.labels.get("model") == model]
 
-    def of_group(name: str, **labels: str) -> dict[str, float]:
-        return {
-            had["group"]: value for known, had, value in rows
-            if known == f"paceline_{name}_total" and labels.items() <= had.items()
-        }  # fmt: skip
+        def total(name: str, mine: list[Any] = mine) -> float:
+            return sum(one.value for one in mine if one.name == f"paceline_profiled_steps{name}_total")
 
-    models = {had["group"]: had["model"] for known, had, _ in rows if known == "paceline_steps_profiled_seconds_total"}
-    if not models:
-        raise ValueError(f"live: {url}: no step has been compared with a profile; it takes a profile, and traffic")
-    steps, profiled, took = (of_group(name) for name in ("steps", "steps_profiled_seconds", "steps_measured_seconds"))
-    beside = [of_group("step_seconds", part=part) for part in BESIDE]
-    found = {}
-    for model in sorted(set(models.values())):
-        groups = [group for group, name in models.items() if name == model]
-        count = sum(steps[group] for group in groups)
-        if count >= FEWEST:
-            found[model] = {
-                "pace": sum(took[group] for group in groups) / sum(profiled[group] for group in groups),
-                "overhead_s": sum(part[group] for part in beside for group in groups) / count,
-            }
+        if (steps := total("")) >= FEWEST:
+            pace = total("_engine_seconds") / total("_predicted_seconds")
+            found[model] = {"pace": pace, "overhead_s": total("_overhead_seconds") / steps}
     if not found:
-        raise ValueError(f"live: {url}: no model has run {FEWEST} steps yet")
+        raise ValueError(
+            f"live: {url}: no model has run {FEWEST} steps that a profile predicts, in a group of one stage and "
+            "without drafts; it takes a profile, and traffic"
+        )
     return found
 
 
-def add(file: Path, found: dict[str, dict[str, float]]) -> None:
-    """To a profile file, in place of what it has of these models. Raises ValueError."""
-    from paceline.cli import profile_cache
+def add(path: Path, found: Live, fleet: FleetFile, threads: int | None) -> None:
+    """To a profile file of the fleet, in place of what it has of these models. Raises ValueError.
 
+    A server predicts an encoder's steps by the profile that is kept on this machine, by length; a fleet's profile file
+    has one length, which was measured another time: its pace is of that.
+    """
     try:
-        contents: dict[str, Any] = msgspec.json.decode(file.read_bytes())
-        for name, live in found.items():
-            contents["models"][name]["live"] = live
+        contents: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        for entry in fleet.models:
+            if entry.name in found:
+                model, live = contents["models"][entry.name], dict(found[entry.name])
+                live["pace"] *= _kept_over(model, entry, threads)
+                model["live"] = live
     except OSError as error:
-        raise ValueError(f"out: {file}: {error.strerror}; profile the fleet first") from error
+        raise ValueError(f"out: {path}: {error.strerror}; profile the fleet first") from error
     except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"out: {file} is no profile of these models ({error})") from error
-    profile_cache.write(file, contents)
+        raise ValueError(f"out: {path} is no profile of these models ({error})") from error
+    profile_cache.write(path, contents)
 
 
-def live_table(found: dict[str, dict[str, float]]) -> Table:
+def _kept_over(model: dict[str, Any], entry: Entry, threads: int | None) -> float:
+    """Seconds of a text by the kept profile over those of the profile file; 1 of a model that generates."""
+    if entry.source.startswith("profile:") or not is_encoder(source := resolve(entry.source)):
+        return 1.0
+    kept = profile_cache.cache_file(source, entry.quantization, profile_cache.Device.here(threads))
+    (served,) = msgspec.json.decode(kept.read_bytes())["models"].values()
+    times = TextTimes(msgspec.convert(served["parallel"][0]["by_length"], BY_LENGTH, strict=False))
+    alone = next(one for one in model["parallel"] if one["pipeline"] * one["tensor"] == 1)
+    seconds: float = sum(times.at(alone["prompt_tokens"])[1]) / sum(alone["stage_latency"]["1"])
+    return seconds
+
+
+def live_table(found: Live) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("model", "a step over its profile", "beside the engine, ms"):
         table.add_column(column, justify="left" if column == "model" else "right")

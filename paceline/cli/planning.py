@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -50,8 +50,8 @@ class ShapeEntry(msgspec.Struct):
 
 
 class LiveEntry(msgspec.Struct, forbid_unknown_fields=True):
-    pace: float  # seconds of a step in a server over what the profile says
-    overhead_s: float  # of a step, beside the engine
+    pace: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # seconds of a step in a server over what the profile says
+    overhead_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of a step, beside the engine
 
 
 class ModelEntry(msgspec.Struct):
@@ -122,7 +122,8 @@ class Planned:
         """To place the models for this traffic. A stepwise model keeps room for KV of two mean requests at least."""
         slo = [np.inf if model.slo.deadline is None else model.slo.deadline for model in self.models]
         tokens = [_mean(trace.prompts + trace.outputs, trace.models == m) for m in range(len(self.models))]
-        reserve = [int(2 * count + 32) * model.kv_bytes for model, count in zip(self.models, tokens, strict=True)]
+        kv_bytes = [model.kv_bytes + model.draft_kv_bytes for model in self.models]
+        reserve = [int(2 * count + 32) * size for size, count in zip(kv_bytes, tokens, strict=True)]
         tables = [self._table(m, model, trace) for m, model in enumerate(self.models)]
         return Problem(
             cluster or self.cluster, tables, slo, trace.arrivals, trace.models, rule, reserve=reserve,
@@ -141,7 +142,7 @@ class Planned:
         decode = step.seconds(StepShape(batch, batch, batch, int(batch * prompt))) / batch
         seconds = step.seconds(StepShape().add(0, int(prompt), True)) + output * decode
         shapes = {
-            parallel: ShapeTable(shape.stage_weight_bytes, {1: (seconds * model.share(parallel),) * parallel.pipeline})
+            parallel: replace(shape, stage_latency={1: (seconds * model.share(parallel),) * parallel.pipeline})
             for parallel, shape in model.table.shapes.items()
         }
         return ModelTable(model.name, shapes)
@@ -160,7 +161,7 @@ def planned(
         threads = profile_cache.threads_of(fleet.cluster.devices)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
-    models = [_drafting(_model(entry, file, errors, threads), entry, threads) for entry in fleet.models]
+    models = [_model(entry, file, errors, threads) for entry in fleet.models]
     instead = {key: value for key, value in (("devices", devices), ("memory", memory)) if value is not None}
     cluster = _cluster(fleet.cluster.model_copy(update=instead))
     if not any(model.step_time for model in models):  # texts go one by one, as AlpaServe has it, and fast
@@ -180,7 +181,9 @@ def _model(
         if name not in known:
             there = f"it has {', '.join(known)}" if file else "give --profile FILE"
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
-        return _as_served(_from_profile(entry.name, known[name], slo, errors.get("p95", 0.0)), known[name].live)
+        live = known[name].live or LiveEntry()
+        found = _as_served(_from_profile(entry.name, known[name], slo, errors.get("p95", 0.0)), live)
+        return _drafting(found, entry, threads, live.pace)
     path = resolve(entry.source)
     one_shot = is_encoder(path)
     kept = _kept(path, entry.quantization, threads)
@@ -196,11 +199,12 @@ def _model(
     if found is None:
         times, one, margin = text_times(kept)
         step, budget = text_steps(times, SchedulerConfig().token_budget, margin)
-        return SimulatedModel(_from_texts(entry, path, times, one), slo, budget=budget, text_time=step)
+        known_texts = SimulatedModel(_from_texts(entry, path, times, one), slo, budget=budget, text_time=step)
+        return _drafting(known_texts, entry, threads, 1.0)
     floor = found.roofline
     table = _from_config(entry, path, floor.working_bytes)
     budget = goal_budget(entry.name, found, SchedulerConfig().token_budget, slo.tbt)
-    return SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget)
+    return _drafting(SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget), entry, threads, 1.0)
 
 
 def _kept(path: Path, quantization: str, threads: int | None) -> Path:
@@ -210,16 +214,18 @@ def _kept(path: Path, quantization: str, threads: int | None) -> Path:
     return own if own.exists() else whole
 
 
-def _drafting(model: SimulatedModel, entry: Entry, threads: int | None) -> SimulatedModel:
-    """With its drafter, where the workload says how good that is; a draft model is in the first stage's memory. Raises
-    ValueError."""
-    rate, drafting, table, draft = entry.workload.acceptance, Drafting.of(entry.speculation), model.table, None
-    if rate is None:
+def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, pace: float) -> SimulatedModel:
+    """With its drafter, where the workload says how good that is; a draft model is in the first stage's memory, and its
+    steps differ from its profile by as much. Raises ValueError."""
+    if (rate := entry.workload.acceptance) is None:
         return model
     if model.step_time is None:
         raise ValueError(f"workload.acceptance: {entry.name!r} is one-shot, and drafts nothing")
-    if drafting.drafter.kind == "early_exit" and entry.source.startswith("profile:"):
-        raise ValueError(f"speculation.drafter: early_exit needs files; {entry.name!r} is known by its profile only")
+    drafting, table, draft, path = Drafting.of(entry.speculation), model.table, None, Path()
+    if drafting.drafter.kind == "early_exit":
+        if entry.source.startswith("profile:"):
+            raise ValueError(f"speculation.drafter: early_exit needs files, and {entry.name!r} has a profile only")
+        path = resolve(entry.source)
     if drafting.model:
         draft = profile_cache.load(_kept(drafting.model, entry.quantization, threads))
         if draft is None:
@@ -227,19 +233,17 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None) -> Simul
                 f"speculation.drafter: {drafting.model} has no profile on this machine; run `paceline profile "
                 f"{drafting.model}` first"
             )
+        draft = replace(draft, step_time=draft.step_time.paced(pace))
         shares = {parallel: model.share(parallel) for parallel in table.shapes}
         shapes = {p: _more_in_front(shape, draft.roofline.weight_bytes) for p, shape in table.shapes.items()}
-        kv_bytes = model.kv_bytes + draft.roofline.kv_bytes
-        model = replace(model, table=replace(table, shapes=shapes), kv_bytes=kv_bytes, shares=shares)
-    path = Path() if entry.source.startswith("profile:") else resolve(entry.source)
+        table, kv_bytes = replace(table, shapes=shapes), draft.roofline.kv_bytes
+        model = replace(model, table=table, shares=shares, draft_kv_bytes=kv_bytes)
     cost = costs(drafting, path, entry.quantization, model.step_time, draft)
     return replace(model, drafts=SimulatedDrafts(drafting.max_draft_tokens, rate, cost, drafting.adaptive))
 
 
-def _as_served(model: SimulatedModel, live: LiveEntry | None) -> SimulatedModel:
+def _as_served(model: SimulatedModel, live: LiveEntry) -> SimulatedModel:
     """With steps as they were in a server."""
-    if live is None:
-        return model
 
     def longer(stages: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(live.pace * seconds + live.overhead_s for seconds in stages)
@@ -248,10 +252,12 @@ def _as_served(model: SimulatedModel, live: LiveEntry | None) -> SimulatedModel:
         parallel: replace(shape, stage_latency={size: longer(stages) for size, stages in shape.stage_latency.items()})
         for parallel, shape in model.table.shapes.items()
     }
-    step, text = (time and time.changed(live.pace, live.overhead_s) for time in (model.step_time, model.text_time))
+    step, text = (time and time.paced(live.pace) for time in (model.step_time, model.text_time))
     budget = model.budget and model.budget.of_share(live.pace)
-    table = replace(model.table, shapes=shapes)
-    return replace(model, table=table, step_time=step, text_time=text, budget=budget)
+    return replace(
+        model, table=replace(model.table, shapes=shapes), step_time=step, text_time=text, budget=budget,
+        overhead_s=live.overhead_s,
+    )  # fmt: skip
 
 
 def _more_in_front(shape: ShapeTable, weight: int) -> ShapeTable:

@@ -65,6 +65,7 @@ def profile(
     live: Annotated[
         str | None, typer.Option(metavar="URL", help="Adds to --out how a server of it differs, under its traffic.")
     ] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="Of that server.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw time and tokens/s by width into this PNG.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write the profile file here too.")] = None,
 ) -> None:
@@ -89,9 +90,9 @@ def profile(
         if out is None:
             raise ValueError("out: says where a fleet's profile goes: --out PROFILE.json")
         if live:
-            found = live_profile.measured(live)
-            live_profile.add(out, found)
-            Console().print(live_profile.live_table(found))
+            to_measure = {"threads": threads, "prompt-tokens": prompt_tokens, "seconds": seconds, "quick": quick}
+            _refuse(to_measure, "to measure with; --live takes what a server has measured")
+            _live(Path(source), out, live, api_key)
             return
         _fleet(Path(source), out, threads, prompt_tokens, seconds, quick)
         return
@@ -169,6 +170,14 @@ def _refuse(options: dict[str, Any], whose: str) -> None:
     given = next((option for option, value in options.items() if value), None)
     if given:
         raise ValueError(f"{given}: is {whose}")
+
+
+def _live(source: Path, out: Path, url: str, api_key: str | None) -> None:
+    file = fleet_file.load(source)
+    found = live_profile.measured(url, api_key)
+    devices = file.cluster.devices if isinstance(file.cluster.devices, int) else None
+    live_profile.add(out, found, file, threads_of(devices))
+    Console().print(live_profile.live_table(found))
 
 
 def _fleet(

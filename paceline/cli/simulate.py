@@ -56,7 +56,7 @@ def simulate(
     if len(over):
         raise ValueError(
             f"placement: groups.{over[0]}.models: their weights are more than the {known.cluster.memory} bytes of a "
-            "device; fewer models, more devices, or memory in the fleet file's cluster"
+            "device, less those of a step; fewer models, more devices, or memory in the fleet file's cluster"
         )
     make_folder("out", out)
     result = run(known.models, where, requests, problem, known.cluster.memory)

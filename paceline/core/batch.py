@@ -61,7 +61,7 @@ class Batch:
     num_decodes: int
     shape: StepShape
     predicted: float | None = None  # seconds in the engine, at the pace of late
-    pace: float = 1.0  # of those, over what the profile says
+    pace: float = 1.0  # of late, of steps without drafts: seconds over what the profile says
     preempted: tuple[Sequence, ...] = field(default=(), compare=False)  # lost their KV blocks for this batch
     drafts: Seq[int] | None = None  # tokens of each slice that are to be drafted, at most; None: nowhere any
     given_back: Seq[tuple[int, Seq[int]]] = ()  # groups and blocks of theirs whose memory goes back before the step

@@ -262,9 +262,12 @@ class EncoderRunner:
             torch.set_num_threads(threads)
         kind = best_kind(device, quantization)
         _warm_up(kind, device)
+        place, held = peers.place if peers else Place(), 0
+        if device != "cpu" and place.first:  # it holds the rows of the embedding, too, in float32 at most
+            held = 4 * config.hidden * len(vocabulary_of(config.vocab_size, place))
         plan = MemoryPlan(
             baseline=resident_bytes() if device == "cpu" else 0,
-            weights=config.weight_bytes(quantization) // (peers.place.parallel.devices if peers else 1),
+            weights=config.weight_bytes(quantization) // place.parallel.devices + held,
             kv=0,
             activations=activation_bytes(config, max(max_batch_tokens, context)),
         )

@@ -41,10 +41,9 @@ class StepTime:
         """All but the table, in the order of `predicted`."""
         return self.emit, self.decode, self.decode_context, self.chunk, self.chunk_context, self.chunk_pair
 
-    def changed(self, pace: float, overhead: float) -> "StepTime":
-        """With every step so much longer, and so many seconds more."""
-        linear = tuple(pace * seconds + overhead for seconds in self.linear)
-        return StepTime(linear, *(pace * term for term in self.terms))
+    def paced(self, pace: float) -> "StepTime":
+        """With every step so much longer."""
+        return StepTime(tuple(pace * seconds for seconds in self.linear), *(pace * term for term in self.terms))
 
     def seconds(self, shape: StepShape) -> float:
         """Steps wider than the table go on at its average slope."""

@@ -69,8 +69,9 @@ def replay(  # type: ignore[no-untyped-def]
 
     times [n] not falling, models [n]; of inactive models none is sent. slo [models]; latency [models, shapes, stages];
     stages [shapes]; shape [groups]; member [groups, models]. delays: seconds from arrival to the group, from there to
-    its first stage, what is added for the prediction, and to what it takes. weight [models, shapes, stages] and memory:
-    bytes of a device; bandwidth: bytes/s at which weights come from host memory; 0: a group holds all of its models.
+    its first stage, what is added for the prediction, and to what it takes. weight [models, shapes, stages] and memory
+    [groups]: bytes of a device; bandwidth: bytes/s at which weights come from host memory; 0: a group holds all of its
+    models.
 
     Adds up: good [models], seconds of those (waited [models]), requests sent to each group (asked [groups]). Where
     finish [n] has room, fills in that, owner [n] (-1: none, -2 - group: rejected by it) and ends [n, stages], when it
@@ -99,7 +100,7 @@ def replay(  # type: ignore[no-untyped-def]
         here[:] = False
         for g in range(groups):
             for m in range(member.shape[1]):
-                if member[g, m] and (used[g] + weight[m, shape[g]] <= memory).all():
+                if member[g, m] and (used[g] + weight[m, shape[g]] <= memory[g]).all():
                     here[g, m] = True
                     used[g] += weight[m, shape[g]]
     # requests in flight, for the rule that counts them: a list for each group, and when each reply is there
@@ -154,7 +155,7 @@ def replay(  # type: ignore[no-untyped-def]
             if bandwidth > 0:
                 touched[chosen, m] = now + 1.0 - times[0]  # later than those that nobody asked for
                 if not here[chosen, m]:
-                    make_room(here[chosen], touched[chosen], used[chosen], weight[:, p], memory, m)
+                    make_room(here[chosen], touched[chosen], used[chosen], weight[:, p], memory[chosen], m)
                     loading(clocks[chosen], weight[m, p], bandwidth, stages[p], now + to_group, clocks[chosen])
                     if to_stage > 0:
                         loading(taken[chosen], weight[m, p], bandwidth, stages[p], now + to_group, taken[chosen])

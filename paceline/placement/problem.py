@@ -138,9 +138,10 @@ class Problem:
         if self.judge and not whole:
             self.judge(self, shape, member, active, out)
             return out
+        steps = (member * self.working.T[shape]).max(1, initial=0.0)  # the largest of each group
         replay(
             self.times, self.models, active, self.goal, self.latency, self.stages, shape, member, RULES[self.rule],
-            self.timing[1:5], self.weight, self.cluster.memory - self.working.max(initial=0.0),
+            self.timing[1:5], self.weight, self.cluster.memory - steps,
             float(self.cluster.load_bandwidth),
             out.good, out.waited, out.asked, out.busy, out.finish, out.owner, out.ends,
         )  # fmt: skip

@@ -84,7 +84,7 @@ class StepRecord:
     messages_s: float  # encode, decode, socket, worker loop
     output_s: float  # sinks: detokenise, stop strings, server-sent events
     predicted_s: float | None = None  # of forward and sample together; None without a profile
-    profiled_s: float | None = None  # as the profile has it, without what was learnt since
+    profiled_s: float | None = None  # as the profile has it; of groups of one stage, and without drafts
     draft_s: float = 0.0  # part of the forward pass
     drafts: Seq[Drafted] = ()
 

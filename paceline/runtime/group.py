@@ -268,6 +268,7 @@ class ModelGroup:
         batch, result = flight.batch, flight.result
         as_asked = bytes(batch.drafts or ()) == result.drafted  # a drafter may propose less, which takes less
         predicted = batch.predicted if as_asked else None
+        alone = self.workers.parallel.pipeline == 1 and not batch.drafts  # else there is more in these times
         self._on_step(
             StepRecord(
                 group=self.index,
@@ -281,7 +282,7 @@ class ModelGroup:
                 messages_s=received - flight.sent - flight.forward_s - flight.sample_s,
                 output_s=flight.output_s,
                 predicted_s=predicted,
-                profiled_s=predicted and predicted / batch.pace,
+                profiled_s=predicted / batch.pace if predicted and alone else None,
                 draft_s=flight.draft_s,
                 drafts=flight.drafts,
             )

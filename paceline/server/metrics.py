@@ -24,6 +24,12 @@ WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30
 RELATIVE = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # errors, as fractions
 LENGTHS = tuple(map(float, range(MAX_DRAFT_TOKENS + 1)))
 PARTS = ("draft", "forward", "sample", "schedule", "messages", "output")
+PROFILED = {
+    "profiled_steps": "Steps without drafts that a profile predicts, of groups of one stage.",
+    "profiled_steps_predicted_seconds": "What they take by the profile.",
+    "profiled_steps_engine_seconds": "What they took in the engine.",
+    "profiled_steps_overhead_seconds": "Beside it, in the scheduler and in messages.",
+}
 REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -115,7 +121,7 @@ class Metrics:
         self.cached: dict[int, int] = defaultdict(int)
         self.drafts: dict[int, DraftMetrics] = defaultdict(DraftMetrics)
         self.prediction: dict[int, Histogram] = defaultdict(lambda: Histogram(RELATIVE))
-        self.profiled: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])  # seconds by profile, and as they were
+        self.profiled: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(PROFILED))
         self.http: dict[tuple[str, int], int] = defaultdict(int)
         self.rejected = 0
         self._open: dict[str, _Open] = {}
@@ -171,9 +177,8 @@ class Metrics:
             actual = record.forward_s + record.sample_s
             self.prediction[group].observe(abs(record.predicted_s / actual - 1))
             if record.profiled_s is not None:
-                profiled = self.profiled[group]
-                profiled[0] += record.profiled_s
-                profiled[1] += actual
+                known = 1.0, record.profiled_s, actual, record.schedule_s + record.messages_s
+                self.profiled[group] = [a + b for a, b in zip(self.profiled[group], known, strict=True)]
 
     # From the routes
 
@@ -237,13 +242,10 @@ class _Samples(Collector):
             for part, value in zip(PARTS, parts, strict=True):
                 seconds.add_metric([str(group), part], value)
         yield seconds
-        for name, text, at in (
-            ("paceline_steps_profiled_seconds", "Of steps, by the profile.", 0),
-            ("paceline_steps_measured_seconds", "Of those steps, as they were.", 1),
-        ):
-            family = CounterMetricFamily(name, text, labels=["group", "model"])
-            for group, both in m.profiled.items():
-                family.add_metric([str(group), self._load[group].model], both[at])
+        for at, (name, text) in enumerate(PROFILED.items()):
+            family = CounterMetricFamily(f"paceline_{name}", text, labels=["group", "model"])
+            for group, sums in m.profiled.items():
+                family.add_metric([str(group), self._load[group].model], sums[at])
             yield family
         errors = {str(group): histogram for group, histogram in m.prediction.items()}
         text = "|predicted - measured| / measured of steps, where there is a profile."

@@ -20,6 +20,7 @@ from paceline.batching.state import (
     ADAPTIVE,
     DRAFT,
     DRAFTING,
+    LENGTH,
     RUNNING,
     SLOT,
     SPENT,
@@ -118,7 +119,7 @@ def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float
     for i in range(count):
         if step[DRAFT, i] > 0:
             drafted[drafts] = step[DRAFT, i]
-            read += step[START, i]
+            read += step[LENGTH, i] * step[START, i]  # as every token of the step reads them
             drafts += 1
     if drafts == 0:
         return 0.0

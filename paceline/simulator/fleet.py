@@ -44,6 +44,8 @@ class SimulatedModel:
     shares: dict[Parallel, float] = field(default_factory=dict)  # of a step's time that the slowest stage takes
     text_time: StepTime | None = None
     drafts: SimulatedDrafts | None = None  # None: it has no drafter, or nobody knows how good that is
+    draft_kv_bytes: int = 0  # of a token, in a draft model, which is with the first stage
+    overhead_s: float = 0.0  # of a step, beside the engine
 
     @property
     def name(self) -> str:
@@ -179,15 +181,16 @@ def _by_steps(
     begins = [0, *room[:-1].tolist()]
     outcomes.gaps = {m: found.gaps[begins[m] : end] for m, end in enumerate(found.gap_ends.tolist()) if end > begins[m]}
     where = np.array(lanes, np.int16)[found.steps[:, 0]]  # small numbers are sorted in one pass
-    columns: list[NDArray[Any]] = [where, found.left, found.took, found.steps[:, 1]]
+    first = found.took + found.drafting if len(found.drafting) else found.took
+    columns: list[NDArray[Any]] = [where, found.left, found.took, first, found.steps[:, 1]]
     if len(set(lanes)) > 1:
         order = np.argsort(where, kind="stable")
         columns = [column[order] for column in columns]
     bounds = np.searchsorted(columns[0], np.arange(len(result.busy) + 1))
     for g, stages in enumerate(result.busy):
-        _, left, took, sizes = (column[bounds[g] : bounds[g + 1]] for column in columns)
+        _, left, took, first, sizes = (column[bounds[g] : bounds[g + 1]] for column in columns)
         for k in range(len(stages) if len(took) else 0):
-            result.spend(g, k, left[:, k], took, sizes)
+            result.spend(g, k, left[:, k], took if k else first, sizes)
 
 
 def _groups(
@@ -216,9 +219,9 @@ def _groups(
                 (model.name,), limit, rule, group.parallel.pipeline, admission=True, device=g,
                 budget=model.budget and model.budget.of_share(share), slots=slots,
                 resident=slots is None or place < slots, load_s=sizes[place] / bandwidth if slots else 0.0,
-                block_bytes=(model.kv_bytes * BLOCK,) if limit.most_blocks else (),
+                block_bytes=((model.kv_bytes + model.draft_kv_bytes) * BLOCK,) if limit.most_blocks else (),
             )  # fmt: skip
-            groups.append(steps.SimulatedGroup(config, model.by_steps, share, model.drafts))
+            groups.append(steps.SimulatedGroup(config, model.by_steps, share, model.drafts, model.overhead_s))
             lanes.append(g)
     return groups, lanes
 
@@ -232,11 +235,14 @@ def _limits(
     if not memory or not model.kv_bytes:
         return limits
     stages = zip(*(one.table.shapes[group.parallel].stage_weight_bytes for one in here), strict=True)
-    held = max(sum(sorted(stage)[-slots:] if slots else stage) for stage in stages)
-    most = int((memory - held) * group.parallel.devices / model.kv_bytes) // BLOCK
+    rooms = [memory - sum(sorted(stage)[-slots:] if slots else stage) for stage in stages]
+    token = model.kv_bytes / group.parallel.devices
+    most = int(min(rooms[0] / (token + model.draft_kv_bytes), *(room / token for room in rooms))) // BLOCK
     sharing = sum(one.kv_bytes > 0 for one in here) if slots is None else slots
     if most < sharing:
-        raise ValueError(f"memory: {model.name!r} has no room for its KV cache in {memory} bytes a device")
+        raise ValueError(
+            f"memory: {model.name!r} has no room for its KV cache in the {memory} bytes that steps leave of a device"
+        )
     lent = most if slots is None and sharing > 1 else None
     return replace(limits, num_blocks=most // sharing, block_size=BLOCK, most_blocks=lent)
 

@@ -31,6 +31,7 @@ from paceline.batching.sharing import narrow, next_due, next_in_turn, soonest
 from paceline.batching.state import (
     ARRIVAL,
     BLOCK_SIZE,
+    CHUNKS_LAST,
     DRAFTING,
     ENTERING,
     GOAL,
@@ -65,6 +66,7 @@ class SimulatedGroup:
     step_time: StepTime
     share: float = 1.0  # of a step's time that each stage takes
     drafts: SimulatedDrafts | None = None  # where the first of them drafts
+    overhead_s: float = 0.0  # of a step in each stage, beside that
 
 
 class Requests(NamedTuple):
@@ -85,6 +87,7 @@ class Times(NamedTuple):
     lengths: Ints  # of those
     terms: Floats  # [groups, 6]
     shares: Floats
+    overheads: Floats
 
 
 class Lenders(NamedTuple):
@@ -130,6 +133,7 @@ class Result(NamedTuple):
     gap_ends: Ints  # [models] where in `gaps` those of each end; each has room for as many as its tokens
     steps: NDArray[np.int32]  # [steps, 2]
     took: Floats  # [steps]
+    drafting: Floats  # [steps]: seconds more in the first stage; empty where nobody drafts
     left: Floats  # [steps, stages]
 
 
@@ -160,6 +164,7 @@ def run(groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Reque
     times = Times(
         linear, np.array([len(g.step_time.linear) for g in groups], np.int64),
         np.array([g.step_time.terms for g in groups]).reshape(-1, 6), np.array([g.share for g in groups]),
+        np.array([g.overhead_s for g in groups]),
     )  # fmt: skip
     network = Network(states, lanes, hosts, rules)
     most = max((len(handle.state.numbers) for handle in made), default=0)
@@ -223,8 +228,8 @@ def _lacking(s: State, more: int) -> int:
 
 @part
 def _decode_on(
-    s: State, linear: Floats, terms: Floats, share: float, now: float, until: float, gaps: NDArray[np.float32],
-    gap_end: int, clocks: Floats, took: Floats, left: Floats,
+    s: State, linear: Floats, terms: Floats, share: float, more: float, now: float, until: float,
+    gaps: NDArray[np.float32], gap_end: int, clocks: Floats, took: Floats, left: Floats,
 ) -> tuple[float, int, int]:  # fmt: skip
     """Steps of nothing but the decodes that run, which no policy composes otherwise, as long as nobody ends, there are
     blocks, and nothing else happens: those that are done by `until`, all at once. For groups with one stage.
@@ -243,7 +248,7 @@ def _decode_on(
             most = min(most, numbers[slot, LIMIT] - numbers[slot, KNOWN] - 1)
         while most > 0 and _lacking(s, most) > num_free(s):
             most //= 2
-        latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
+        latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0)) + more
         end_time = max(now, clocks[0]) + latency
         if most == 0 or end_time > until:
             break
@@ -253,7 +258,7 @@ def _decode_on(
         while True:
             took[count + made], left[count + made, 0] = latency, end_time
             now, context, gap_end, made = end_time, context + running, gap_end + running, made + 1
-            latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
+            latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0)) + more
             end_time = now + latency
             if made == most or end_time > until:
                 break
@@ -268,6 +273,7 @@ def _decode_on(
                 take(s, slot, lacks)
         count += made
         clocks[0] = s.factors[LANDED] = now
+        s.now[CHUNKS_LAST] = 0
     return now, gap_end, count
 
 
@@ -386,13 +392,13 @@ def _swap(
 @entry(
     tuple_of(
         INTS, FLOATS, FLOATS, INTS, types.Array(types.float32, 1, "C"), INTS, types.Array(types.int32, 2, "C"), FLOATS,
-        FLOATS_2D,
+        FLOATS, FLOATS_2D,
     ),
     *(
         types.NamedTuple(fields, kind)  # type: ignore[no-untyped-call]
         for fields, kind in (
             ((INTS, INTS, INTS_2D, INTS_2D), Network),
-            ((FLOATS_2D, INTS, FLOATS_2D, FLOATS), Times),
+            ((FLOATS_2D, INTS, FLOATS_2D, FLOATS, FLOATS), Times),
             (
                 (INTS, FLOATS, FLOATS, INTS, FLOATS_2D, types.Array(types.float64, 4, "C"),
                  types.Array(types.float64, 3, "C"), FLOATS), Drafts,
@@ -431,6 +437,7 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
     gaps = np.empty(outputs.sum(), np.float32)
     room, num_steps = 1024 + outputs.sum(), 0  # pages that are never used take no memory
     steps, took, left = np.empty((room, 2), np.int32), np.empty(room), np.empty((room, stages))
+    spent = np.empty(room if drafts.most.sum() > 0 else 0)  # for drafting, in the first stage
     queued, able, tried = np.zeros(count, np.int64), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
     served, num_turns = np.zeros(count, np.int64), 0
     expected, due = np.zeros(count), np.zeros(count)
@@ -472,12 +479,13 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
                 until, m, lane = arrivals[r] if r < total else np.inf, model_of[g], lanes[g]
                 if num_steps + 64 > len(took):
                     steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
-                    left = np.concatenate((left, left))
+                    left, spent = np.concatenate((left, left)), np.concatenate((spent, spent))
                 until_then, gap_ends[m], more = _decode_on(
-                    s, times.linear[g, : times.lengths[g]], times.terms[g], times.shares[g], now, until, gaps,
-                    gap_ends[m], clocks[lane], took[num_steps:], left[num_steps:],
+                    s, times.linear[g, : times.lengths[g]], times.terms[g], times.shares[g], times.overheads[g], now,
+                    until, gaps, gap_ends[m], clocks[lane], took[num_steps:], left[num_steps:],
                 )  # fmt: skip
                 steps[num_steps : num_steps + more, 0], steps[num_steps : num_steps + more, 1] = g, s.now[RUNNING]
+                spent[num_steps : num_steps + more] = 0.0
                 num_steps += more
                 if more > 0:
                     wakes[g], dirty[lane] = until_then, False
@@ -538,20 +546,21 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
                         latency = times.shares[g] * seconds(
                             times.linear[g, : times.lengths[g]], times.terms[g],
                             (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]),
-                        )  # fmt: skip
+                        ) + times.overheads[g]  # fmt: skip
+                        if num_steps == len(took):
+                            steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
+                            left, spent = np.concatenate((left, left)), np.concatenate((spent, spent))
                         for k in range(stages):
                             row[k] = latency
-                        if drafts.most[g] > 0:  # the first stage does
+                        if len(spent) > 0:
                             place = (s.now[NEXT_BATCH] - 1) % s.limits[PIPELINE]
-                            row[0] += seconds_of_drafts(drafts, g, s, place, width)
+                            spent[num_steps] = seconds_of_drafts(drafts, g, s, place, width)
+                            row[0] += spent[num_steps]
                         ends[g, at] = enter(clocks[lane], row, s.limits[PIPELINE], now)
                         flying[g] += 1
                         if s.now[ENTERING] >= 0 and s.limits[PIPELINE] > 1:
                             enters[g] = clocks[lane, 0]
-                        if num_steps == len(took):
-                            steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
-                            left = np.concatenate((left, left))
-                        steps[num_steps, 0], steps[num_steps, 1], took[num_steps] = g, shape[0], row[0]
+                        steps[num_steps, 0], steps[num_steps, 1], took[num_steps] = g, shape[0], latency
                         for k in range(stages):
                             left[num_steps, k] = clocks[lane, k]
                         num_steps += 1
@@ -561,6 +570,7 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
                     g = next_in_turn(served, due, horizon, tried)
             lane = 0
     return (
-        owner, first, finish, tokens, gaps, gap_ends, steps[:num_steps], took[:num_steps], left[:num_steps],
+        owner, first, finish, tokens, gaps, gap_ends, steps[:num_steps], took[:num_steps], spent[:num_steps],
+        left[:num_steps],
     )  # fmt: skip
 

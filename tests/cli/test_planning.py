@@ -15,6 +15,7 @@ from paceline.engine.config import ModelConfig
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
+from paceline.placement.search import plan as search
 from paceline.simulator.drafts import SimulatedDrafts
 from paceline.speculation.lookahead import Costs
 from tests.cli import command
@@ -264,7 +265,32 @@ def test_a_simulated_draft_model_takes_its_time_and_memory(folder, monkeypatch):
     assert model.drafts == SimulatedDrafts(3, 0.8, Costs((0.0, 0.001), 2e-5, 3e-9))
     stages = {str(p): shape.stage_weight_bytes for p, shape in model.table.shapes.items() if p.devices <= 2}
     assert stages == {"(1,1)": (GIB + 64,), "(2,1)": (GIB // 2 + 64, GIB // 2)}
-    assert model.share(Parallel(2)) == 0.5 and model.table.shapes[Parallel(2)].working_bytes == 100
+    assert model.draft_kv_bytes == 8 and model.share(Parallel(2)) == 0.5
+    assert model.table.shapes[Parallel(2)].working_bytes == 100
+
+
+def test_steps_take_memory_of_models_that_generate_too(folder):
+    """What a plan leaves room for is what a simulation then needs."""
+    step = {"linear": [0.01] * 300, "emit": 0.0, "decode": 0.0, "decode_context": 0.0, "chunk": 0.0,
+            "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
+
+    def entry(weight: float, working: float) -> dict:
+        sizes = {"stage_weight_bytes": [int(weight * GIB)], "working_bytes": int(working * GIB)}
+        return {"parallel": [sizes], "step_time": step, "roofline": {"kv_bytes": 1000}}
+
+    (folder / "profile.json").write_text(json.dumps({"models": {"x": entry(2.0, 0.5), "y": entry(1.9, 0.1)}}))
+    (folder / "fleet.yaml").write_text(
+        "models:\n  - {name: a, source: 'profile:x', slo: {ttft: 1.0}, workload: {rate: 1.0, output_tokens: 4}}\n"
+        "  - {name: b, source: 'profile:y', slo: {ttft: 1.0}, workload: {rate: 0.0}}\n"
+        "cluster: {devices: 1, memory: 4GiB}\n"
+    )
+    file = fleet_file.load(folder / "fleet.yaml")
+    known = planned(file, folder / "profile.json")
+    trace = traffic(file, known, None, 10.0, 0)
+    problem = known.problem(trace)
+    choice = search(problem, effort=1000)
+    assert problem.placement(choice.shape, choice.member).groups[0].models == ("a",)
+    assert choice.outcome.attainment == 1.0
 
 
 def test_profile_sources_are_not_served(folder):

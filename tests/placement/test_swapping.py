@@ -12,9 +12,9 @@ from paceline.workload.arrivals import gamma, merged, power_law
 GB = 10**9
 
 
-def table(name: str, seconds: float, weight: int) -> ModelTable:
+def table(name: str, seconds: float, weight: int, working: int = 0) -> ModelTable:
     shapes = {
-        Parallel(k): ShapeTable((weight // k,) * k, {1: (seconds / k,) * k}) for k in (1, 2)
+        Parallel(k): ShapeTable((weight // k,) * k, {1: (seconds / k,) * k}, working) for k in (1, 2)
     }  # fmt: skip
     return ModelTable(name, shapes)
 
@@ -47,13 +47,14 @@ def by_hand(times, models, sizes, memory, bandwidth, seconds, stages) -> list[fl
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("rule", ["finish", "last_stage"])
-def test_finish_times_are_those_of_a_simulation_by_hand(stages, rule):
+@pytest.mark.parametrize(("rule", "working"), [("finish", 0), ("last_stage", 0), ("finish", GB // 8)])
+def test_finish_times_are_those_of_a_simulation_by_hand(stages, rule, working):
+    """What steps take of a device, the largest of the group's models, is not for weights."""
     random = np.random.default_rng(stages)
     times, models = np.sort(random.uniform(0, 60, 300)), random.integers(0, 6, 300)
     sizes = [GB, GB // 2, 2 * GB, GB, GB // 4, GB]
-    tables = [table(f"m{i}", 0.1, size) for i, size in enumerate(sizes)]
-    cluster = Cluster(stages, 3 * GB // stages, load_bandwidth=20.0 * GB)
+    tables = [table(f"m{i}", 0.1, size, working * (i == 3)) for i, size in enumerate(sizes)]
+    cluster = Cluster(stages, 3 * GB // stages + working, load_bandwidth=20.0 * GB)
     one = Problem(cluster, tables, [np.inf] * 6, times, models.astype(np.int32), rule)
     shape = np.array([one.shapes.index(Parallel(stages))])
     out = one.evaluate(shape, np.ones((1, 6), bool), whole=True)

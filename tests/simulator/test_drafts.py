@@ -40,17 +40,21 @@ def test_the_same_tokens_stay_however_many_are_drafted():
 
 
 def test_drafting_takes_its_time():
-    draft = Costs((0.0, 0.002), 1e-4)
-    steps = alone(SimulatedDrafts(3, 1.0, draft, adaptive=False))
-    assert steps.took[1] == pytest.approx(STEP.linear[4] + 3 * (0.002 + 1e-4))
+    """Every pass of the draft model reads the 16 tokens of the prompt."""
+    steps = alone(SimulatedDrafts(3, 1.0, Costs((0.0, 0.002), 1e-4, 1e-5), adaptive=False))
+    assert steps.took[1] == pytest.approx(STEP.linear[4])
+    assert steps.drafting[1] == pytest.approx(3 * (0.002 + 1e-4 + 16e-5))
+    assert steps.left[1, 0] - steps.left[0, 0] == pytest.approx(steps.took[1] + steps.drafting[1])
     free = alone(SimulatedDrafts(3, 1.0, adaptive=False))
-    assert free.took[1] == pytest.approx(STEP.linear[4])
+    assert not free.drafting.any() and len(free.drafting) == len(free.took)
+    assert len(alone(None).drafting) == 0
 
 
 def test_the_first_stage_drafts():
     found = alone(SimulatedDrafts(3, 1.0, Costs((0.0, 0.002)), adaptive=False), stages=2)
     first, second = found.left[1]
     begin = found.left[0, 1]
+    assert found.took[1] == pytest.approx(STEP.linear[4] / 2) and found.drafting[1] == pytest.approx(0.006)
     assert first - begin == pytest.approx(STEP.linear[4] / 2 + 0.006)
     assert second - first == pytest.approx(STEP.linear[4] / 2)
 

@@ -41,7 +41,7 @@ def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> l
 
     def group(
         model: str, model_time: StepTime, share: float = 1.0, lent: int = 0, drafts: SimulatedDrafts | None = None,
-        **options,
+        overhead_s: float = 0.0, **options,
     ) -> SimulatedGroup:
         blocks = rng.choice([15, 20, 200])
         limits = SchedulerConfig(
@@ -51,11 +51,12 @@ def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> l
         options = {"policy": policy} | options
         if drafts and drafts.adaptive:
             options["lookahead"] = lambda: Lookahead(Costs.of(model_time), drafts.costs)
-        return SimulatedGroup(GroupConfig((model,), limits, admission=admission, **options), model_time, share, drafts)
+        config = GroupConfig((model,), limits, admission=admission, **options)
+        return SimulatedGroup(config, model_time, share, drafts, overhead_s)
 
     return [
         group("a", FAST, budget=rng.choice([None, GOAL, TIGHT])),
-        group("a", SLOW, pipeline=2, share=0.5, budget=rng.choice([None, GOAL.of_share(2.0)])),
+        group("a", SLOW, pipeline=2, share=0.5, overhead_s=2**-5, budget=rng.choice([None, GOAL.of_share(2.0)])),
         group("b", SLOW, pipeline=3, share=0.25, device=7, lent=20, block_bytes=(3000, 2000) * lends),
         group(
             "c", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL, TIGHT]), lent=40,
@@ -74,7 +75,7 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
 
     def latency(batch: Batch) -> float:
         group = groups[batch.group]
-        return group.share * group.step_time.seconds(batch.shape) + drafting(group, batch)
+        return group.share * group.step_time.seconds(batch.shape) + group.overhead_s + drafting(group, batch)
 
     def watch(batch: Batch, stages: list[tuple[float, float]]) -> None:
         if batch.drafts:
@@ -103,13 +104,14 @@ def drafting(group: SimulatedGroup, batch: Batch) -> float:
     """Seconds of a step's drafts."""
     if not batch.drafts:
         return 0.0
-    own, drafted = group.drafts, [(start, k) for start, k in zip(batch.starts, batch.drafts, strict=True) if k]
+    own, rows = group.drafts, zip(batch.starts, batch.drafts, strict=True)
+    drafted = [((1 + k) * start, k) for start, k in rows if k]
     arrays = (
         (np.array(one.linear), one.token, one.context)
         for one in (Costs.of(group.step_time), own.costs or Costs([0.0]))
     )
     counts = np.array([k for _, k in drafted], np.uint8)
-    return expected(counts, sum(start for start, _ in drafted), *(value for one in arrays for value in one))[0]
+    return expected(counts, sum(read for read, _ in drafted), *(value for one in arrays for value in one))[0]
 
 
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:
