@@ -11,12 +11,11 @@ from rich.table import Table
 
 from paceline.cli import profile_cache
 from paceline.cli.fleet_file import Entry, FleetFile
+from paceline.cli.planning import text_times
 from paceline.cli.sources import resolve
 from paceline.engine.encoder_config import is_encoder
-from paceline.latency.texts import TextTimes
 
 FEWEST = 50  # steps of a model, below which nothing is known
-BY_LENGTH = dict[int, dict[int, tuple[float, ...]]]
 Live = dict[str, dict[str, float]]
 
 
@@ -73,8 +72,7 @@ def _kept_over(model: dict[str, Any], entry: Entry, threads: int | None) -> floa
     if entry.source.startswith("profile:") or not is_encoder(source := resolve(entry.source)):
         return 1.0
     kept = profile_cache.cache_file(source, entry.quantization, profile_cache.Device.here(threads))
-    (served,) = msgspec.json.decode(kept.read_bytes())["models"].values()
-    times = TextTimes(msgspec.convert(served["parallel"][0]["by_length"], BY_LENGTH, strict=False))
+    times, _, _ = text_times(kept)
     alone = next(one for one in model["parallel"] if one["pipeline"] * one["tensor"] == 1)
     seconds: float = sum(times.at(alone["prompt_tokens"])[1]) / sum(alone["stage_latency"]["1"])
     return seconds

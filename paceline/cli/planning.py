@@ -15,7 +15,7 @@ from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
 from paceline.cli.drafting import Drafting, costs
 from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile
-from paceline.cli.profile import goal_budget
+from paceline.cli.goals import goal_budget
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import resolve
 from paceline.core.batch import StepShape

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from paceline.batching.budget import GoalBudget
 from paceline.cli import draft_profile, fleet_file, fleet_profile, live_profile, profile_cache
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
+from paceline.cli.goals import goal_budget
 from paceline.cli.profile_cache import threads_of
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import default_name, resolve
@@ -214,18 +214,6 @@ def _encoder(
     wrong = entry["error"]
     Console().print(f"error at lengths between: P50 {wrong['p50']:.1%}, P95 {wrong['p95']:.1%}", highlight=False)
     errors.print(f"kept in {kept}", highlight=False, soft_wrap=True)
-
-
-def goal_budget(name: str, result: Profile, maximum: int, tbt: float | None) -> GoalBudget:
-    """The budget by this profile, never wider than was measured. Raises ValueError for a goal that no step can hold."""
-    if tbt is not None and tbt < result.floor:
-        raise ValueError(
-            f"tbt: {name!r} cannot hold {1e3 * tbt:.1f} ms between tokens: its floor on this machine, one decode "
-            f"alone, is {1e3 * result.floor:.1f} ms"
-        )
-    widest = min(maximum, result.max_tokens)
-    model = result.step_time
-    return GoalBudget(model.linear, model.terms, result.tile, result.knee, widest, tbt, margin=result.error.p95)
 
 
 def widths_table(result: Profile) -> Table:

@@ -34,7 +34,7 @@ from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, TAG
 from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe
 
-HASHED = 0xFFFFFFFF
+LOW_BITS = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
 @part
 def stays(r: int, left: int) -> float:
     """A number from 0 to 1 for the token of request r behind which `left` - 1 more may come, as if drawn at random."""
-    mixed = (r * 0x9E3779B1 + left * 0x85EBCA6B) & HASHED
+    mixed = (r * 0x9E3779B1 + left * 0x85EBCA6B) & LOW_BITS
     for _ in range(2):
-        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & HASHED
-    return (mixed ^ (mixed >> 16)) / (HASHED + 1.0)
+        mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & LOW_BITS
+    return (mixed ^ (mixed >> 16)) / (LOW_BITS + 1.0)
 
 
 @part

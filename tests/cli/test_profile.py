@@ -14,9 +14,9 @@ import pytest
 from paceline.batching.budget import GoalBudget
 from paceline.cli import profile_cache
 from paceline.cli.fleet_file import Quantization
+from paceline.cli.goals import goal_budget
 from paceline.cli.groups import group_model
 from paceline.cli.models import find_models, paced
-from paceline.cli.profile import goal_budget
 from paceline.cli.sources import BUILTIN
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Parallel
