@@ -1,7 +1,7 @@
 """Who drafts for a model of the fleet, and at which cost."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -73,7 +73,6 @@ def costs(
         return TRIGRAMS
     if drafting.drafter.kind == "early_exit":
         config = ModelConfig.load(path)
-        layers = config.exit_layers(drafting.early_exit_layers)
-        part = replace(config, layers=layers, windows=config.windows[:layers])
+        part = config.first(config.exit_layers(drafting.early_exit_layers))
         return Costs.of(target).scaled(part.weight_bytes(quantization) / config.weight_bytes(quantization))
     return draft and Costs.of(draft.step_time)

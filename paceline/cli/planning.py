@@ -21,6 +21,7 @@ from paceline.cli.sources import resolve
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Cluster, Group, Parallel, Placement
 from paceline.core.request import SLO
+from paceline.engine.config import ModelConfig
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
@@ -122,7 +123,7 @@ class Planned:
         """To place the models for this traffic. A stepwise model keeps room for KV of two mean requests at least."""
         slo = [np.inf if model.slo.deadline is None else model.slo.deadline for model in self.models]
         tokens = [_mean(trace.prompts + trace.outputs, trace.models == m) for m in range(len(self.models))]
-        kv_bytes = [model.kv_bytes + model.draft_kv_bytes for model in self.models]
+        kv_bytes = [model.kv_bytes + max(model.draft_kv_bytes.values(), default=0) for model in self.models]
         reserve = [int(2 * count + 32) * size for size, count in zip(kv_bytes, tokens, strict=True)]
         tables = [self._table(m, model, trace) for m, model in enumerate(self.models)]
         return Problem(
@@ -215,17 +216,18 @@ def _kept(path: Path, quantization: str, threads: int | None) -> Path:
 
 
 def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, pace: float) -> SimulatedModel:
-    """With its drafter, where the workload says how good that is; a draft model is in the first stage's memory, and its
-    steps differ from its profile by as much. Raises ValueError."""
-    if (rate := entry.workload.acceptance) is None:
-        return model
-    if model.step_time is None:
-        raise ValueError(f"workload.acceptance: {entry.name!r} is one-shot, and drafts nothing")
-    drafting, table, draft, path = Drafting.of(entry.speculation), model.table, None, Path()
+    """With its drafter: its memory, and where the workload says how good it is what it brings. Steps of a draft model
+    differ from its profile by as much. Raises ValueError."""
+    drafting, rate, draft, path = Drafting.of(entry.speculation), entry.workload.acceptance, None, Path()
     if drafting.drafter.kind == "early_exit":
         if entry.source.startswith("profile:"):
             raise ValueError(f"speculation.drafter: early_exit needs files, and {entry.name!r} has a profile only")
         path = resolve(entry.source)
+    model = _beside(model, drafting, path, entry.quantization)
+    if rate is None:
+        return model
+    if model.step_time is None:
+        raise ValueError(f"workload.acceptance: {entry.name!r} is one-shot, and drafts nothing")
     if drafting.model:
         draft = profile_cache.load(_kept(drafting.model, entry.quantization, threads))
         if draft is None:
@@ -234,12 +236,29 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, pace: fl
                 f"{drafting.model}` first"
             )
         draft = replace(draft, step_time=draft.step_time.paced(pace))
-        shares = {parallel: model.share(parallel) for parallel in table.shapes}
-        shapes = {p: _more_in_front(shape, draft.roofline.weight_bytes) for p, shape in table.shapes.items()}
-        table, kv_bytes = replace(table, shapes=shapes), draft.roofline.kv_bytes
-        model = replace(model, table=table, shares=shares, draft_kv_bytes=kv_bytes)
     cost = costs(drafting, path, entry.quantization, model.step_time, draft)
     return replace(model, drafts=SimulatedDrafts(drafting.max_draft_tokens, rate, cost, drafting.adaptive))
+
+
+def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization: str) -> SimulatedModel:
+    """With what the first worker holds to draft by: a draft model, or on several devices the target's first layers once
+    more, which one device has anyway. `path`: of the target that exits early."""
+    shapes = dict(model.table.shapes)
+    if drafting.model:
+        config = ModelConfig.load(drafting.model)
+    elif drafting.drafter.kind == "early_exit":
+        config = ModelConfig.load(path)
+        config = config.first(config.exit_layers(drafting.early_exit_layers))
+        shapes = {parallel: shape for parallel, shape in shapes.items() if parallel.devices > 1}
+    else:
+        return model
+    weight, kv_bytes = config.weight_bytes(quantization), config.kv_bytes_per_token(quantization)
+    shares = {parallel: model.share(parallel) for parallel in model.table.shapes}
+    more = {parallel: _more_in_front(shape, weight) for parallel, shape in shapes.items()}
+    return replace(
+        model, table=replace(model.table, shapes=model.table.shapes | more), shares=shares,
+        draft_kv_bytes=dict.fromkeys(shapes, kv_bytes),
+    )  # fmt: skip
 
 
 def _as_served(model: SimulatedModel, live: LiveEntry) -> SimulatedModel:
@@ -344,7 +363,6 @@ def _from_texts(entry: Entry, path: Path, times: TextTimes, one: ShapeEntry) -> 
 def _from_config(entry: Entry, path: Path, working: int) -> ModelTable:
     """Stages by cutting the model's layers: blocks and the head by their weights, of experts those that one token is
     sent to; embeddings are read a row at a time, and cost nothing but memory. `working`: bytes of each device."""
-    from paceline.engine.config import ModelConfig
 
     config = ModelConfig.load(path)
     head = config.vocab_size * config.hidden * (1 if entry.quantization == "int8" else 4)

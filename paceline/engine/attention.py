@@ -1,9 +1,10 @@
 """Rotary embedding, the paged KV cache and causal attention of one step's slices.
 
 Everything that depends on the step and not on the layer (rows, block tables, masks) is made once, in `plan_step`.
-Slices of few tokens (decodes, verifications) are rows of one batched operation; longer ones (prompt chunks) run one by
-one. Query heads that share a key-value head are handled without copies. On CPU our own kernels read keys and values
-where they lie (`kernels.py`); elsewhere torch's attention gets them gathered.
+Slices of one token (decodes) and verifications are rows of one batched operation; longer ones (prompt chunks) run one
+by one, so that a token's bits do not depend on how long its chunk was. Query heads that share a key-value head are
+handled without copies. On CPU our own kernels read keys and values where they lie (`kernels.py`); elsewhere torch's
+attention gets them gathered.
 """
 
 from array import array
@@ -22,8 +23,6 @@ from paceline.engine.kv_cache import KVCache, block_rows
 from paceline.engine.linear import Norm, kernels
 from paceline.engine.rope import rotate_
 
-SHORT = 8  # slices of up to this many tokens are treated as rows
-
 
 class SliceSpan(NamedTuple):
     """Tokens [start, start + length) of a sequence with this block table."""
@@ -31,7 +30,7 @@ class SliceSpan(NamedTuple):
     start: int
     length: int
     blocks: Seq[int]
-    drafted: bool = False  # treated as rows whatever the length, so that its bits are those of single tokens
+    drafted: bool = False  # its tokens are rows, so that their bits are those of single ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, devi
     """Prepares a step of these slices."""
     held = [span.blocks if isinstance(span.blocks, array) else array("q", span.blocks) for span in spans]
     slices = np.array([
-        (span.start, span.length, blocks.buffer_info()[0], len(blocks), span.length <= SHORT or span.drafted)
+        (span.start, span.length, blocks.buffer_info()[0], len(blocks), span.length == 1 or span.drafted)
         for span, blocks in zip(spans, held, strict=True)
     ], np.int64)  # fmt: skip
     lengths, alone, windows = slices[:, layout.LENGTH], slices[:, layout.ROWS] > 0, set(config.windows)
@@ -305,9 +304,8 @@ def working_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> i
 def warm_up(config: ModelConfig, block_size: int, device: str = "cpu") -> None:
     """Runs a chunk, a chunk at a context, and rows once over a pool of one layer."""
     small = KVCache(config, 2, block_size, device)
-    heads = torch.zeros(SHORT + 2, (config.heads + 2 * config.kv_heads) * config.head_dim, device=device)
-    turns = torch.zeros(SHORT + 2, 1, config.head_dim // 2, dtype=torch.complex64, device=device)
-    for start, length in ((0, SHORT + 1), (SHORT + 1, SHORT + 1), (0, 1)):
-        blocks = [0, 1] * (2 * SHORT + 2)
-        plan = plan_step([SliceSpan(start, length, blocks)], config, block_size, device)
+    heads = torch.zeros(2, (config.heads + 2 * config.kv_heads) * config.head_dim, device=device)
+    turns = torch.zeros(2, 1, config.head_dim // 2, dtype=torch.complex64, device=device)
+    for start, length in ((0, 2), (2, 2), (0, 1)):
+        plan = plan_step([SliceSpan(start, length, [0, 1] * 4)], config, block_size, device)
         attend(heads[:length], turns[:length], None, small, 0, config.windows[0], plan)

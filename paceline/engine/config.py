@@ -5,7 +5,7 @@ Keys and their defaults are those of Hugging Face's classes, in both styles: `ro
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,11 @@ class ModelConfig:
         if not 1 <= layers < self.layers:
             raise ModelError(f"early_exit_layers: {layers} is not from 1 to {self.layers - 1}")
         return layers
+
+    def first(self, layers: int) -> "ModelConfig":
+        """Of the model that ends after so many."""
+        sparse = frozenset(layer for layer in self.sparse if layer < layers)
+        return replace(self, layers=layers, windows=self.windows[:layers], sparse=sparse)
 
     @staticmethod
     def load(path: Path | str) -> "ModelConfig":

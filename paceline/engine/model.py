@@ -6,7 +6,7 @@ a device; it was run and measured on CPU only.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -115,8 +115,8 @@ class Decoder:
 
     def first(self, layers: int) -> "Decoder":
         """The model that ends after its first layers: the same weights, norm and head."""
-        config = replace(self.config, layers=layers, windows=self.config.windows[:layers])
-        return Decoder(config, self.embedding, self.layers[:layers], self.norm, self.head, str(self.device))
+        config, device = self.config.first(layers), str(self.device)
+        return Decoder(config, self.embedding, self.layers[:layers], self.norm, self.head, device)
 
     def _addresses(self) -> np.ndarray | None:
         """A line of `kernels.decoder_layers` for each layer; None where its kernels cannot run all of them."""

@@ -112,15 +112,13 @@ class ModelRunner:
         This takes blocks of whole pages on a CPU, else its part is fixed. `context` is the most tokens of a sequence,
         None what the model and the pool can hold; `quantization` is one of `linear.QUANTIZATIONS`. `drafter` is a
         `DrafterName`; a model's path is its directory, and its memory is planned with the rest; early exit is behind
-        `early_exit_layers`, None: a quarter of them. With `peers` it is this worker's part of the model, and draft
-        models are with worker 0. Raises ModelError.
+        `early_exit_layers`, None: a quarter of them. With `peers` it is this worker's part of the model; draft models,
+        and the first layers for early exit once more, are with worker 0. Raises ModelError.
         """
         if quantization not in QUANTIZATIONS:
             raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         place = peers.place if peers else Place()
         drafts = DrafterName.parse(drafter)
-        if drafts.kind == "early_exit" and peers:
-            raise ModelError(f"drafter: early_exit needs a group of one device, not {place.parallel.devices}")
         judges = drafts.kind != "ngram"
         paths = [Path(path), Path(drafts.path)] if drafts.kind == "model" else [Path(path)]
         configs = [ModelConfig.load(path) for path in paths]
@@ -128,13 +126,16 @@ class ModelRunner:
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
         limited, context = context is not None, context or config.max_context
-        exit_layers = config.exit_layers(early_exit_layers) if drafts.kind == "early_exit" else 0
         checkpoints = [Checkpoint(path) for path in paths]
+        exit_layers = config.exit_layers(early_exit_layers) if drafts.kind == "early_exit" else 0
+        if exit_layers and place.parallel.devices > 1:  # nobody has all of the first layers and the head: a draft model
+            configs, checkpoints = configs * 2, checkpoints * 2
         vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
         table = _trigrams(Path(drafts.path), paths[0], config.vocab_size) if drafts.kind == "trigram" else None
         if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
             drafts, configs, checkpoints, table = DrafterName("ngram"), configs[:1], checkpoints[:1], None
-        parts = [part_of(config, place, quantization), *map(part_of, configs[1:])]
+        drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
+        parts = [part_of(config, place, quantization), *map(part_of, drafters)]
         if threads is not None:
             torch.set_num_threads(threads)
         for part in (part for part in parts if part.layers):
@@ -167,7 +168,7 @@ class ModelRunner:
         kind, decoders, read, total = best_kind(device, quantization), [], 0, sum(c.total_bytes for c in checkpoints)
         for checkpoint, one, part in zip(checkpoints, configs, parts, strict=True):
             some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
-            with_peers = peers if one is config else None
+            with_peers = peers if part is parts[0] else None
             decoders.append(
                 load_decoder(checkpoint, one, device=device, kind=kind, progress=some, part=part, peers=with_peers)
             )
@@ -183,14 +184,14 @@ class ModelRunner:
         )  # fmt: skip
         runner = ModelRunner(decoders[0], caches[0], info, grammars, device, peers)
         runner.caches = caches
-        if drafts.kind == "early_exit":
+        if len(decoders) > 1:
+            model = DecoderModel(decoders[1], caches[1], runner._progress, vocabulary)
+            runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose)
+        elif drafts.kind == "early_exit":
             model = DecoderModel(decoders[0].first(exit_layers), caches[0].first(exit_layers), runner._progress)
             runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose)
         elif table is not None:
             runner.drafter = TokenByToken(TrigramModel(table, device), LOGIT_ROWS)
-        elif len(decoders) > 1:
-            model = DecoderModel(decoders[1], caches[1], runner._progress, vocabulary)
-            runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose)
         if drafts.lookup:
             runner.drafter = InTurn(PromptLookup(), runner.drafter)
         return runner

@@ -44,7 +44,7 @@ class SimulatedModel:
     shares: dict[Parallel, float] = field(default_factory=dict)  # of a step's time that the slowest stage takes
     text_time: StepTime | None = None
     drafts: SimulatedDrafts | None = None  # None: it has no drafter, or nobody knows how good that is
-    draft_kv_bytes: int = 0  # of a token, in a draft model, which is with the first stage
+    draft_kv_bytes: dict[Parallel, int] = field(default_factory=dict)  # of a token, in a draft model by the first stage
     overhead_s: float = 0.0  # of a step, beside the engine
 
     @property
@@ -212,14 +212,14 @@ def _groups(
         for place, model in enumerate(hosted):
             assert model.by_steps
             limit, rule = _limits(model, group, hosted, slots, left, limits), policy
-            share = model.share(group.parallel)
+            share, token = model.share(group.parallel), model.kv_bytes + model.draft_kv_bytes.get(group.parallel, 0)
             if model.text_time:
                 limit, rule = limit.of_texts(), WHOLE_PROMPTS
             config = GroupConfig(
                 (model.name,), limit, rule, group.parallel.pipeline, admission=True, device=g,
                 budget=model.budget and model.budget.of_share(share), slots=slots,
                 resident=slots is None or place < slots, load_s=sizes[place] / bandwidth if slots else 0.0,
-                block_bytes=((model.kv_bytes + model.draft_kv_bytes) * BLOCK,) if limit.most_blocks else (),
+                block_bytes=(token * BLOCK,) if limit.most_blocks else (),
             )  # fmt: skip
             groups.append(steps.SimulatedGroup(config, model.by_steps, share, model.drafts, model.overhead_s))
             lanes.append(g)
@@ -236,8 +236,8 @@ def _limits(
         return limits
     stages = zip(*(one.table.shapes[group.parallel].stage_weight_bytes for one in here), strict=True)
     rooms = [memory - sum(sorted(stage)[-slots:] if slots else stage) for stage in stages]
-    token = model.kv_bytes / group.parallel.devices
-    most = int(min(rooms[0] / (token + model.draft_kv_bytes), *(room / token for room in rooms))) // BLOCK
+    token, draft = model.kv_bytes / group.parallel.devices, model.draft_kv_bytes.get(group.parallel, 0)
+    most = int(min(rooms[0] / (token + draft), *(room / token for room in rooms))) // BLOCK
     sharing = sum(one.kv_bytes > 0 for one in here) if slots is None else slots
     if most < sharing:
         raise ValueError(

@@ -262,7 +262,8 @@ def _decode_on(
             end_time = now + latency
             if made == most or end_time > until:
                 break
-            gaps[gap_end : gap_end + running] = end_time - now
+            for i in range(running):
+                gaps[gap_end + i] = end_time - now
         for i in range(running):
             slot = s.running[i]
             numbers[slot, SCHEDULED] = numbers[slot, COMPUTED] = numbers[slot, COMPUTED] + made

@@ -264,9 +264,34 @@ def test_a_simulated_draft_model_takes_its_time_and_memory(folder, monkeypatch):
     (model,) = planned(fleet, folder / "profile.json").models
     assert model.drafts == SimulatedDrafts(3, 0.8, Costs((0.0, 0.001), 2e-5, 3e-9))
     stages = {str(p): shape.stage_weight_bytes for p, shape in model.table.shapes.items() if p.devices <= 2}
-    assert stages == {"(1,1)": (GIB + 64,), "(2,1)": (GIB // 2 + 64, GIB // 2)}
-    assert model.draft_kv_bytes == 8 and model.share(Parallel(2)) == 0.5
+    config = ModelConfig.load(folder / "draft")
+    weight = config.weight_bytes("none")
+    assert stages == {"(1,1)": (GIB + weight,), "(2,1)": (GIB // 2 + weight, GIB // 2)}
+    assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token()} and model.share(Parallel(2)) == 0.5
     assert model.table.shapes[Parallel(2)].working_bytes == 100
+
+
+def test_memory_of_drafters_is_planned_whether_or_not_they_are_simulated(folder):
+    """Of a group of several devices the first holds layers and head to exit early; one has them anyway."""
+    checkpoints.save("llama2", folder / "llm")
+    step = StepTime((0.0, *(0.01 + 1e-5 * n for n in range(300))), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    entry = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": asdict(step)}
+    (folder / "profile.json").write_text(json.dumps({"models": {"a": entry}}))
+
+    def memory(drafter: str) -> tuple[dict[str, int], dict[str, int]]:
+        model = f"{{name: a, source: {folder / 'llm'}, workload: {{rate: 1.0}}, speculation: {{drafter: {drafter}}}}}"
+        (folder / "fleet.yaml").write_text(f"models: [{model}]\ncluster: {{devices: 2, memory: 4GiB}}\n")
+        (found,) = planned(fleet_file.load(folder / "fleet.yaml"), folder / "profile.json").models
+        shapes = found.table.shapes.items()
+        more = {str(p): sum(shape.stage_weight_bytes) - GIB for p, shape in shapes if p.devices <= 2}
+        return more, {str(p): size for p, size in found.draft_kv_bytes.items() if p.devices <= 2}
+
+    config = ModelConfig.load(folder / "llm")
+    whole, part = config.weight_bytes("none"), config.first(1).weight_bytes("none")
+    assert memory("ngram") == ({"(1,1)": 0, "(2,1)": 0}, {})
+    assert memory("early_exit") == ({"(1,1)": 0, "(2,1)": part}, {"(2,1)": config.first(1).kv_bytes_per_token()})
+    kv_bytes = config.kv_bytes_per_token()
+    assert memory(str(folder / "llm")) == ({"(1,1)": whole, "(2,1)": whole}, {"(1,1)": kv_bytes, "(2,1)": kv_bytes})
 
 
 def test_steps_take_memory_of_models_that_generate_too(folder):

@@ -124,14 +124,15 @@ async def test_families_in_groups_yield_the_tokens_of_one_device(families, paral
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("drafter", [str(BUILTIN / "coder-draft"), "early_exit"], ids=["model", "early_exit"])
 @pytest.mark.parametrize("parallel", [pytest.param(Parallel(1, 2), marks=pytest.mark.slow), Parallel(2, 1)], ids=str)
-async def test_a_draft_model_with_the_first_worker_changes_nothing(parallel):
+async def test_a_model_that_drafts_with_the_first_worker_changes_nothing(parallel, drafter):
     limits = dict(max_batch_tokens=256, max_batch=16, num_blocks=200)
     coder = ModelRunner.load(BUILTIN / "coder", **limits)
     asked = [(p, one) for p, one in requests(coder.info.vocab_size) if one.max_draft_tokens]
     asked.append((asked[0][0], replace(SEEDED, seeded=False, max_draft_tokens=3)))  # judged by rejection: other tokens
     expected = alone(coder, asked[:-1])
-    options = WorkerOptions(str(BUILTIN / "coder"), drafter=str(BUILTIN / "coder-draft"), threads=1, **limits)
+    options = WorkerOptions(str(BUILTIN / "coder"), drafter=drafter, threads=1, **limits)
     got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
     assert got["coder"][:-1] == expected and len(got["coder"][-1]) == OUTPUT
     assert seen.accepted > 5
