@@ -1,11 +1,13 @@
 """What steps of a fleet take while it serves, over what its profile says: they find the caches full of other models'
 weights, memory and cores in use, and somebody has to tell the workers what to run."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
@@ -15,13 +17,15 @@ from paceline.cli.planning import text_times
 from paceline.cli.sources import resolve
 from paceline.engine.encoder_config import is_encoder
 
-FEWEST = 50  # steps of a model, below which nothing is known
-Live = dict[str, dict[str, float]]
+FEWEST = 50  # steps of a model, or of a width, below which nothing is known of it
+QUANTILES = 32
+Live = dict[str, dict[str, Any]]  # by model, `planning.LiveEntry`
 
 
 def measured(url: str, api_key: str | None = None) -> Live:
-    """By model, since the server was started: `pace`, what the engine takes for a step over what the profile says, and
-    `overhead_s` beside the engine. Raises ValueError for a URL that is none of ours."""
+    """By model, since the server was started: what the engine takes for a step over what the profile says, on average
+    (`pace`) and by tokens (`widths`), how that is spread over steps of a width, and `overhead_s` beside the engine.
+    Raises ValueError for a URL that is none of ours."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=10.0)
@@ -30,21 +34,50 @@ def measured(url: str, api_key: str | None = None) -> Live:
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ValueError(f"live: {url}: {str(error) or type(error).__name__}") from error
     found: Live = {}
-    for model in sorted({one.labels["model"] for one in samples if one.name == "paceline_profiled_steps_total"}):
+    for model in sorted({one.labels["model"] for one in samples if one.name == "paceline_step_pace_count"}):
         mine = [one for one in samples if one.labels.get("model") == model]
-
-        def total(name: str, mine: list[Any] = mine) -> float:
-            return sum(one.value for one in mine if one.name == f"paceline_profiled_steps{name}_total")
-
-        if (steps := total("")) >= FEWEST:
-            pace = total("_engine_seconds") / total("_predicted_seconds")
-            found[model] = {"pace": pace, "overhead_s": total("_overhead_seconds") / steps}
+        sums, counts, buckets = Counter[int](), Counter[int](), dict[int, Counter[float]]()
+        for one in mine:
+            width = int(one.labels.get("width", 0))
+            if one.name == "paceline_step_pace_sum":
+                sums[width] += one.value
+            elif one.name == "paceline_step_pace_count":
+                counts[width] += one.value
+            elif one.name == "paceline_step_pace_bucket":
+                buckets.setdefault(width, Counter())[float(one.labels["le"])] += one.value
+        if (steps := counts.total()) < FEWEST:
+            continue
+        overhead = sum(one.value for one in mine if one.name == "paceline_step_overhead_seconds_total")
+        widths = {width: sums[width] / count for width, count in sorted(counts.items()) if count >= FEWEST}
+        found[model] = {
+            "pace": sums.total() / steps, "overhead_s": overhead / steps, "widths": widths,
+            "spread": _spread({width: buckets[width] for width in widths}),
+        }  # fmt: skip
     if not found:
         raise ValueError(
             f"live: {url}: no model has run {FEWEST} steps that a profile predicts, in a group of one stage and "
             "without drafts; it takes a profile, and traffic"
         )
     return found
+
+
+def _spread(buckets: dict[int, Counter[float]]) -> list[float]:
+    """Of cumulative counts by width: what steps take over the mean of their width, quantiles of equal probability."""
+    values, weights = list[float](), list[float]()
+    for cumulative in buckets.values():
+        bounds = sorted(cumulative)
+        counts = np.diff([0.0, *(cumulative[bound] for bound in bounds)])
+        half = (bounds[1] / bounds[0]) ** 0.5  # they are as far from each other everywhere, and the last is infinite
+        middles = np.array([*(bound / half for bound in bounds[:-1]), bounds[-2] * half])
+        values += (middles * counts.sum() / (middles @ counts)).tolist()
+        weights += counts.tolist()
+    if not values:
+        return []
+    order = np.argsort(values)
+    ends = np.cumsum(np.array(weights)[order])
+    places = np.searchsorted(ends, (np.arange(QUANTILES) + 0.5) / QUANTILES * ends[-1])
+    quantiles = np.array(values)[order][places]
+    return (quantiles / quantiles.mean()).tolist()
 
 
 def add(path: Path, found: Live, fleet: FleetFile, threads: int | None) -> None:
@@ -58,7 +91,9 @@ def add(path: Path, found: Live, fleet: FleetFile, threads: int | None) -> None:
         for entry in fleet.models:
             if entry.name in found:
                 model, live = contents["models"][entry.name], dict(found[entry.name])
-                live["pace"] *= _kept_over(model, entry, threads)
+                over = _kept_over(model, entry, threads)
+                live["pace"] *= over
+                live["widths"] = {width: over * pace for width, pace in live.get("widths", {}).items()}
                 model["live"] = live
     except OSError as error:
         raise ValueError(f"out: {path}: {error.strerror}; profile the fleet first") from error
@@ -80,8 +115,10 @@ def _kept_over(model: dict[str, Any], entry: Entry, threads: int | None) -> floa
 
 def live_table(found: Live) -> Table:
     table = Table(box=None, pad_edge=False)
-    for column in ("model", "a step over its profile", "beside the engine, ms"):
+    for column in ("model", "a step over its profile", "by its tokens", "P95 over mean", "beside the engine, ms"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, live in found.items():
-        table.add_row(name, f"{live['pace']:.3f}", f"{1e3 * live['overhead_s']:.2f}")
+        widths = ", ".join(f"{width}+: {pace:.2f}" for width, pace in live["widths"].items())
+        high = f"{np.quantile(live['spread'], 0.95):.2f}" if live["spread"] else ""
+        table.add_row(name, f"{live['pace']:.3f}", widths, high, f"{1e3 * live['overhead_s']:.2f}")
     return table

@@ -50,9 +50,18 @@ class ShapeEntry(msgspec.Struct):
     by_length: dict[int, dict[int, tuple[float, ...]]] | None = None
 
 
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
 class LiveEntry(msgspec.Struct, forbid_unknown_fields=True):
-    pace: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # seconds of a step in a server over what the profile says
+    pace: Positive = 1.0  # seconds of a step in a server over what the profile says
     overhead_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of a step, beside the engine
+    widths: dict[Annotated[int, msgspec.Meta(gt=0)], Positive] = {}  # paces by tokens of a step, from so many on
+    spread: tuple[Positive, ...] = ()  # of steps over those; equally likely
+
+    @property
+    def paces(self) -> dict[int, float]:
+        return self.widths or {1: self.pace}
 
 
 class ModelEntry(msgspec.Struct):
@@ -184,7 +193,7 @@ def _model(
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
         live = known[name].live or LiveEntry()
         found = _as_served(_from_profile(entry.name, known[name], slo, errors.get("p95", 0.0)), live)
-        return _drafting(found, entry, threads, live.pace)
+        return _drafting(found, entry, threads, live)
     path = resolve(entry.source)
     one_shot = is_encoder(path)
     kept = _kept(path, entry.quantization, threads)
@@ -201,11 +210,11 @@ def _model(
         times, one, margin = text_times(kept)
         step, budget = text_steps(times, SchedulerConfig().token_budget, margin)
         known_texts = SimulatedModel(_from_texts(entry, path, times, one), slo, budget=budget, text_time=step)
-        return _drafting(known_texts, entry, threads, 1.0)
+        return _drafting(known_texts, entry, threads, LiveEntry())
     floor = found.roofline
     table = _from_config(entry, path, floor.working_bytes)
     budget = goal_budget(entry.name, found, SchedulerConfig().token_budget, slo.tbt)
-    return _drafting(SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget), entry, threads, 1.0)
+    return _drafting(SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget), entry, threads, LiveEntry())
 
 
 def _kept(path: Path, quantization: str, threads: int | None) -> Path:
@@ -215,7 +224,7 @@ def _kept(path: Path, quantization: str, threads: int | None) -> Path:
     return own if own.exists() else whole
 
 
-def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, pace: float) -> SimulatedModel:
+def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: LiveEntry) -> SimulatedModel:
     """With its drafter: its memory, and where the workload says how good it is what it brings. Steps of a draft model
     differ from its profile by as much. Raises ValueError."""
     drafting, rate, draft, path = Drafting.of(entry.speculation), entry.workload.acceptance, None, Path()
@@ -235,7 +244,7 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, pace: fl
                 f"speculation.drafter: {drafting.model} has no profile on this machine; run `paceline profile "
                 f"{drafting.model}` first"
             )
-        draft = replace(draft, step_time=draft.step_time.paced(pace))
+        draft = replace(draft, step_time=draft.step_time.paced(live.paces))
     cost = costs(drafting, path, entry.quantization, model.step_time, draft)
     return replace(model, drafts=SimulatedDrafts(drafting.max_draft_tokens, rate, cost, drafting.adaptive))
 
@@ -264,18 +273,21 @@ def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization:
 def _as_served(model: SimulatedModel, live: LiveEntry) -> SimulatedModel:
     """With steps as they were in a server."""
 
+    widest = live.paces[max(live.paces)]
+
     def longer(stages: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(live.pace * seconds + live.overhead_s for seconds in stages)
+        return tuple(widest * seconds + live.overhead_s for seconds in stages)
+
 
     shapes = {
         parallel: replace(shape, stage_latency={size: longer(stages) for size, stages in shape.stage_latency.items()})
         for parallel, shape in model.table.shapes.items()
     }
-    step, text = (time and time.paced(live.pace) for time in (model.step_time, model.text_time))
+    step, text = (time and time.paced(live.paces) for time in (model.step_time, model.text_time))
     budget = model.budget and model.budget.of_share(live.pace)
     return replace(
         model, table=replace(model.table, shapes=shapes), step_time=step, text_time=text, budget=budget,
-        overhead_s=live.overhead_s,
+        overhead_s=live.overhead_s, spread=live.spread,
     )  # fmt: skip
 
 

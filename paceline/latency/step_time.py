@@ -5,7 +5,9 @@ decode costs by the tokens that it reads, a chunk by the tokens before it and by
 (head rows, sampling, bookkeeping) is counted per token that the step yields and per slice.
 """
 
-from collections.abc import Sequence
+import operator
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,9 @@ from paceline.core.batch import Batch, StepShape
 from paceline.latency.tiles import Tiles, padded
 
 Array = NDArray[np.float64]
+# Steps of so many tokens and more differ from their profile alike in a server: a decode alone, decodes that read the
+# weights together, and what computes more than it reads
+WIDTHS = (1, 2, 17)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +46,13 @@ class StepTime:
         """All but the table, in the order of `predicted`."""
         return self.emit, self.decode, self.decode_context, self.chunk, self.chunk_context, self.chunk_pair
 
-    def paced(self, pace: float) -> "StepTime":
-        """With every step so much longer."""
-        return StepTime(tuple(pace * seconds for seconds in self.linear), *(pace * term for term in self.terms))
+    def paced(self, paces: Mapping[int, float]) -> "StepTime":
+        """With steps so much longer, by their tokens from so many on; decodes as the narrowest, chunks as the widest."""
+        bounds = sorted(paces)
+        by_width = [paces[bounds[max(0, bisect_right(bounds, n) - 1)]] for n in range(len(self.linear))]
+        linear = np.maximum.accumulate(np.array(self.linear) * by_width)
+        factors = [paces[bounds[0]]] * 3 + [paces[bounds[-1]]] * 3
+        return StepTime(tuple(linear.tolist()), *map(operator.mul, factors, self.terms))
 
     def seconds(self, shape: StepShape) -> float:
         """Steps wider than the table go on at its average slope."""

@@ -3,7 +3,7 @@
 Plain numbers while serving; samples only when somebody scrapes.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from paceline.core.events import Emitted, Event
 from paceline.core.request import MAX_DRAFT_TOKENS
+from paceline.latency.step_time import WIDTHS
 from paceline.runtime.api import Drafted, GroupLoad, StepRecord
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -24,12 +25,7 @@ WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30
 RELATIVE = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # errors, as fractions
 LENGTHS = tuple(map(float, range(MAX_DRAFT_TOKENS + 1)))
 PARTS = ("draft", "forward", "sample", "schedule", "messages", "output")
-PROFILED = {
-    "profiled_steps": "Steps without drafts that a profile predicts, of groups of one stage.",
-    "profiled_steps_predicted_seconds": "What they take by the profile.",
-    "profiled_steps_engine_seconds": "What they took in the engine.",
-    "profiled_steps_overhead_seconds": "Beside it, in the scheduler and in messages.",
-}
+PACES = tuple(round(0.5 * 2 ** (n / 8), 4) for n in range(33))  # of steps, over what is profiled
 REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -121,7 +117,8 @@ class Metrics:
         self.cached: dict[int, int] = defaultdict(int)
         self.drafts: dict[int, DraftMetrics] = defaultdict(DraftMetrics)
         self.prediction: dict[int, Histogram] = defaultdict(lambda: Histogram(RELATIVE))
-        self.profiled: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(PROFILED))
+        self.paces: dict[tuple[int, int], Histogram] = defaultdict(lambda: Histogram(PACES))  # by group and width
+        self.overheads: dict[int, float] = defaultdict(float)
         self.http: dict[tuple[str, int], int] = defaultdict(int)
         self.rejected = 0
         self._open: dict[str, _Open] = {}
@@ -177,8 +174,9 @@ class Metrics:
             actual = record.forward_s + record.sample_s
             self.prediction[group].observe(abs(record.predicted_s / actual - 1))
             if record.profiled_s is not None:
-                known = 1.0, record.profiled_s, actual, record.schedule_s + record.messages_s
-                self.profiled[group] = [a + b for a, b in zip(self.profiled[group], known, strict=True)]
+                width = WIDTHS[bisect_right(WIDTHS, record.tokens) - 1]
+                self.paces[group, width].observe(actual / record.profiled_s)
+                self.overheads[group] += record.schedule_s + record.messages_s
 
     # From the routes
 
@@ -242,11 +240,17 @@ class _Samples(Collector):
             for part, value in zip(PARTS, parts, strict=True):
                 seconds.add_metric([str(group), part], value)
         yield seconds
-        for at, (name, text) in enumerate(PROFILED.items()):
-            family = CounterMetricFamily(f"paceline_{name}", text, labels=["group", "model"])
-            for group, sums in m.profiled.items():
-                family.add_metric([str(group), self._load[group].model], sums[at])
-            yield family
+        text = "What steps take over their profile, by tokens from so many on; without drafts, of groups of one stage."
+        paces = HistogramMetricFamily("paceline_step_pace", text, labels=["group", "model", "width"])
+        for (group, width), histogram in m.paces.items():
+            labels = [str(group), self._load[group].model, str(width)]
+            paces.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.sum)
+        yield paces
+        text = "Seconds beside the engine, in the scheduler and in messages, of the steps in paceline_step_pace."
+        beside = CounterMetricFamily("paceline_step_overhead_seconds", text, labels=["group", "model"])
+        for group, value in m.overheads.items():
+            beside.add_metric([str(group), self._load[group].model], value)
+        yield beside
         errors = {str(group): histogram for group, histogram in m.prediction.items()}
         text = "|predicted - measured| / measured of steps, where there is a profile."
         yield _histograms("paceline_step_prediction_error", text, "group", errors)

@@ -80,9 +80,9 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
 
 
 @part
-def stays(r: int, left: int) -> float:
-    """A number from 0 to 1 for the token of request r behind which `left` - 1 more may come, as if drawn at random."""
-    mixed = (r * 0x9E3779B1 + left * 0x85EBCA6B) & LOW_BITS
+def chance(one: int, other: int) -> float:
+    """A number from 0 to 1 for these two, the same every time and as if drawn at random."""
+    mixed = (one * 0x9E3779B1 + other * 0x85EBCA6B) & LOW_BITS
     for _ in range(2):
         mixed = ((mixed ^ (mixed >> 16)) * 0x45D9F3B) & LOW_BITS
     return (mixed ^ (mixed >> 16)) / (LOW_BITS + 1.0)
@@ -92,7 +92,7 @@ def stays(r: int, left: int) -> float:
 def num_staying(r: int, left: int, drafted: int, acceptance: float) -> int:
     """Of so many tokens drafted for request r, of whose output `left` are to come."""
     count = 0
-    while count < drafted and stays(r, left - count) < acceptance:
+    while count < drafted and chance(r, left - count) < acceptance:
         count += 1
     return count
 

@@ -46,6 +46,7 @@ class SimulatedModel:
     drafts: SimulatedDrafts | None = None  # None: it has no drafter, or nobody knows how good that is
     draft_kv_bytes: dict[Parallel, int] = field(default_factory=dict)  # of a token, in a draft model by the first stage
     overhead_s: float = 0.0  # of a step, beside the engine
+    spread: Sequence[float] = ()  # of what steps take in the engine over what steps like them take on average
 
     @property
     def name(self) -> str:
@@ -221,7 +222,8 @@ def _groups(
                 resident=slots is None or place < slots, load_s=sizes[place] / bandwidth if slots else 0.0,
                 block_bytes=(token * BLOCK,) if limit.most_blocks else (),
             )  # fmt: skip
-            groups.append(steps.SimulatedGroup(config, model.by_steps, share, model.drafts, model.overhead_s))
+            own = model.drafts, model.overhead_s, model.spread
+            groups.append(steps.SimulatedGroup(config, model.by_steps, share, *own))
             lanes.append(g)
     return groups, lanes
 

@@ -52,7 +52,7 @@ from paceline.controller import GroupConfig
 from paceline.core.request import ASKED, COMPUTED, HELD, KNOWN, LIMIT, PROMPT, SCHEDULED, TAG
 from paceline.latency.step_time import StepTime
 from paceline.placement.dispatch import enter
-from paceline.simulator.drafts import Drafts, SimulatedDrafts, draft, judge, of_groups, seconds_of_drafts
+from paceline.simulator.drafts import Drafts, SimulatedDrafts, chance, draft, judge, of_groups, seconds_of_drafts
 
 Bools = NDArray[np.bool_]
 BOOLS = types.Array(types.boolean, 1, "C")
@@ -67,6 +67,7 @@ class SimulatedGroup:
     share: float = 1.0  # of a step's time that each stage takes
     drafts: SimulatedDrafts | None = None  # where the first of them drafts
     overhead_s: float = 0.0  # of a step in each stage, beside that
+    spread: Sequence[float] = ()  # what steps take over all that, likely all alike; empty: they take what is said
 
 
 class Requests(NamedTuple):
@@ -88,6 +89,8 @@ class Times(NamedTuple):
     terms: Floats  # [groups, 6]
     shares: Floats
     overheads: Floats
+    spreads: Floats  # one behind the other
+    ends: Ints  # [groups + 1] where those of each end
 
 
 class Lenders(NamedTuple):
@@ -164,7 +167,8 @@ def run(groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Reque
     times = Times(
         linear, np.array([len(g.step_time.linear) for g in groups], np.int64),
         np.array([g.step_time.terms for g in groups]).reshape(-1, 6), np.array([g.share for g in groups]),
-        np.array([g.overhead_s for g in groups]),
+        np.array([g.overhead_s for g in groups]), np.array([one for g in groups for one in g.spread], np.float64),
+        np.cumsum([0, *(len(g.spread) for g in groups)]),
     )  # fmt: skip
     network = Network(states, lanes, hosts, rules)
     most = max((len(handle.state.numbers) for handle in made), default=0)
@@ -227,17 +231,26 @@ def _lacking(s: State, more: int) -> int:
 
 
 @part
+def spread_of(times: Times, g: int, number: int) -> float:
+    """What step `number` of a group takes over what steps of its shape take."""
+    begin, size = times.ends[g], times.ends[g + 1] - times.ends[g]
+    return times.spreads[begin + int(chance(number, g) * size)] if size > 0 else 1.0
+
+
+@part
 def _decode_on(
-    s: State, linear: Floats, terms: Floats, share: float, more: float, now: float, until: float,
-    gaps: NDArray[np.float32], gap_end: int, clocks: Floats, took: Floats, left: Floats,
+    s: State, times: Times, g: int, number: int, now: float, until: float, gaps: NDArray[np.float32], gap_end: int,
+    clocks: Floats, took: Floats, left: Floats,
 ) -> tuple[float, int, int]:  # fmt: skip
     """Steps of nothing but the decodes that run, which no policy composes otherwise, as long as nobody ends, there are
-    blocks, and nothing else happens: those that are done by `until`, all at once. For groups with one stage.
+    blocks, and nothing else happens: those that are done by `until`, all at once. For groups with one stage. `number`:
+    of steps before.
 
     Returns the time, where the gaps end, and how many steps there were: what they took is in `took` and `left`, as far
     as there is room.
     """
-    numbers, times, size, count, running = s.numbers, s.times, s.limits[BLOCK_SIZE], 0, s.now[RUNNING]
+    numbers, lasts, size, count, running = s.numbers, s.times, s.limits[BLOCK_SIZE], 0, s.now[RUNNING]
+    linear, terms, share = times.linear[g, : times.lengths[g]], times.terms[g], times.shares[g]
     if running == 0 or num_waiting(s) + s.now[PROMPTS] + s.now[DRAFTING] > 0 or s.limits[PIPELINE] > 1:
         return now, gap_end, 0
     while now < until and count < len(took):
@@ -248,17 +261,19 @@ def _decode_on(
             most = min(most, numbers[slot, LIMIT] - numbers[slot, KNOWN] - 1)
         while most > 0 and _lacking(s, most) > num_free(s):
             most //= 2
-        latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0)) + more
+        latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
+        latency = latency * spread_of(times, g, number + count) + times.overheads[g]
         end_time = max(now, clocks[0]) + latency
         if most == 0 or end_time > until:
             break
         for i in range(running):
-            gaps[gap_end + i] = end_time - times[s.running[i], LAST]
+            gaps[gap_end + i] = end_time - lasts[s.running[i], LAST]
         made = 0
         while True:
             took[count + made], left[count + made, 0] = latency, end_time
             now, context, gap_end, made = end_time, context + running, gap_end + running, made + 1
-            latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0)) + more
+            latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
+            latency = latency * spread_of(times, g, number + count + made) + times.overheads[g]
             end_time = now + latency
             if made == most or end_time > until:
                 break
@@ -268,7 +283,7 @@ def _decode_on(
             slot = s.running[i]
             numbers[slot, SCHEDULED] = numbers[slot, COMPUTED] = numbers[slot, COMPUTED] + made
             numbers[slot, KNOWN] += made
-            times[slot, LAST] = now
+            lasts[slot, LAST] = now
             lacks = (numbers[slot, COMPUTED] + size - 1) // size - numbers[slot, HELD]
             if lacks > 0:
                 take(s, slot, lacks)
@@ -399,7 +414,7 @@ def _swap(
         types.NamedTuple(fields, kind)  # type: ignore[no-untyped-call]
         for fields, kind in (
             ((INTS, INTS, INTS_2D, INTS_2D), Network),
-            ((FLOATS_2D, INTS, FLOATS_2D, FLOATS, FLOATS), Times),
+            ((FLOATS_2D, INTS, FLOATS_2D, FLOATS, FLOATS, FLOATS, INTS), Times),
             (
                 (INTS, FLOATS, FLOATS, INTS, FLOATS_2D, types.Array(types.float64, 4, "C"),
                  types.Array(types.float64, 3, "C"), FLOATS), Drafts,
@@ -440,7 +455,7 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
     steps, took, left = np.empty((room, 2), np.int32), np.empty(room), np.empty((room, stages))
     spent = np.empty(room if drafts.most.sum() > 0 else 0)  # for drafting, in the first stage
     queued, able, tried = np.zeros(count, np.int64), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-    served, num_turns = np.zeros(count, np.int64), 0
+    served, num_turns, numbers = np.zeros(count, np.int64), 0, np.zeros(count, np.int64)  # of steps
     expected, due = np.zeros(count), np.zeros(count)
     dirty, r = np.zeros(len(clocks), np.bool_), 0
     wakes = np.full(count, np.inf)  # up to when a group's steps are known already
@@ -482,9 +497,10 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
                     steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
                     left, spent = np.concatenate((left, left)), np.concatenate((spent, spent))
                 until_then, gap_ends[m], more = _decode_on(
-                    s, times.linear[g, : times.lengths[g]], times.terms[g], times.shares[g], times.overheads[g], now,
-                    until, gaps, gap_ends[m], clocks[lane], took[num_steps:], left[num_steps:],
+                    s, times, g, numbers[g], now, until, gaps, gap_ends[m], clocks[lane], took[num_steps:],
+                    left[num_steps:],
                 )  # fmt: skip
+                numbers[g] += more
                 steps[num_steps : num_steps + more, 0], steps[num_steps : num_steps + more, 1] = g, s.now[RUNNING]
                 spent[num_steps : num_steps + more] = 0.0
                 num_steps += more
@@ -547,7 +563,9 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
                         latency = times.shares[g] * seconds(
                             times.linear[g, : times.lengths[g]], times.terms[g],
                             (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]),
-                        ) + times.overheads[g]  # fmt: skip
+                        )  # fmt: skip
+                        latency = latency * spread_of(times, g, numbers[g]) + times.overheads[g]
+                        numbers[g] += 1
                         if num_steps == len(took):
                             steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
                             left, spent = np.concatenate((left, left)), np.concatenate((spent, spent))

