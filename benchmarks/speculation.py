@@ -3,7 +3,8 @@
 `single`: one request at a time, for each K, what the engine reaches, beside
 (1 - a^(K+1)) / ((1 - a) (K c + T(K+1) / T(1)))
 with the acceptance a, the draft's cost c and the step times T(n) measured in the same run. `loads`: so many requests at
-a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). All by turns.
+a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). All by turns; ratios are medians over
+rounds, each of runs side by side, behind a round that does not count: a server has learnt what it can.
 """
 
 import time
@@ -25,10 +26,10 @@ from paceline.runtime.offline import Offline
 from paceline.speculation.lookahead import Costs, Lookahead
 
 PROMPT = 64
-PLANS = {  # draft layers, output tokens, rounds, loads
-    "small": (1, 48, 2, (1, 2, 4, 8, 16, 32)),
-    "qwen2.5-0.5b": (1, 32, 2, (1, 4, 16)),
-    "llama-3.2-1b": (1, 64, 3, ()),
+PLANS = {  # draft layers, output tokens, rounds of one request and of loads, loads
+    "small": (1, 96, 3, 5, (1, 2, 4, 8, 16, 32)),
+    "qwen2.5-0.5b": (1, 32, 2, 2, (1, 4, 16)),
+    "llama-3.2-1b": (1, 64, 3, 0, ()),
 }
 ACCEPTANCES = (0.3, 0.6, 0.8, 0.95)
 DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8)
@@ -39,7 +40,7 @@ class Pair:
     """Target and draft in one engine, and counts of what a run did."""
 
     def __init__(self, shape: str) -> None:
-        self.layers, self.output, self.rounds, self.loads = PLANS[shape]
+        self.layers, self.output, self.rounds, self.load_rounds, self.loads = PLANS[shape]
         target, draft = pair(shape, self.layers)
         widest = max(self.loads, default=1)
         limits = dict(max_batch_tokens=512, max_batch=widest, num_blocks=widest * 16 + 128, context=1024)
@@ -158,15 +159,20 @@ def loads(both: Pair, acceptance: float) -> list[dict]:
     for load in both.loads:
         ways = {"none": (0, False), **{f"K={k}": (k, False) for k in FIXED}, "adaptive": (8, True)}
         runs: dict[str, list[dict]] = defaultdict(list)
-        for turn in range(both.rounds):
+        both.run(max(load, 2), 8, load, adaptive=True, seed=99)
+        for turn in range(both.load_rounds):
             for name, (most, adaptive) in ways.items():
                 runs[name].append(both.run(max(load, 2), most, load, adaptive, seed=turn))
-        rate = {n: median(one["tokens"] / one["decode_s"] for one in found) for n, found in runs.items()}
+        rates = {n: [one["tokens"] / one["decode_s"] for one in found] for n, found in runs.items()}
+        rate = {name: median(some) for name, some in rates.items()}
+        over = {name: median(a / b for a, b in zip(rates["adaptive"], some, strict=True))
+                for name, some in rates.items()}  # fmt: skip
         points.append({
             "acceptance": round(reached, 3), "requests": load,
             "tokens_per_s": {name: round(value, 2) for name, value in rate.items()},
-            "adaptive_over_none": round(rate["adaptive"] / rate["none"], 3),
-            "adaptive_over_best_fixed": round(rate["adaptive"] / max(rate[f"K={k}"] for k in FIXED), 3),
+            "drafted_per_token": round(median(one["drafted"] / one["tokens"] for one in runs["adaptive"]), 3),
+            "adaptive_over_none": round(over["none"], 3),
+            "adaptive_over_best_fixed": round(min(over[f"K={k}"] for k in FIXED), 3),
             "p99_gap_ms": {n: round(1e3 * median(one["p99_gap"] for one in found), 1) for n, found in runs.items()},
         })  # fmt: skip
         print(f"  {points[-1]}", flush=True)
