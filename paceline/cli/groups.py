@@ -15,7 +15,7 @@ from paceline.cli.planning import Planned, load_placement, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import KV_SHARE, Parallel, Placement, slots_of
 from paceline.core.request import SLO
-from paceline.engine.config import ModelConfig
+from paceline.engine.config import ModelConfig, draft_config
 from paceline.placement.search import plan as search
 from paceline.runtime.fleet import WorkerGroup
 from paceline.runtime.group import ServedModel
@@ -86,14 +86,14 @@ def worker_group(
     shares = [known.share(model.name, parallel) if known else None for model in models]
     served = [group_model(model, parallel, share) for model, share in zip(models, shares, strict=True)]
     memory = limits["memory"]
-    slots = held_of([weight_bytes(model) / parallel.devices for model in models], memory) if memory else None
+    slots = held_of([weight_bytes(model, parallel) for model in models], memory) if memory else None
     if slots is None:
         left = range(len(models), 0, -1)
         lends = len(models) > 1 and limits["num_blocks"] is None
         options = [worker_options(model, limits, 1 / count, lends) for model, count in zip(models, left, strict=True)]
     else:
         assert memory
-        sizes = sorted(weight_bytes(model) / parallel.devices for model in models)
+        sizes = sorted(weight_bytes(model, parallel) for model in models)
         room = (memory - OVERHEAD - sum(sizes[-slots:])) / slots
         blocks = [limits["num_blocks"] or kv_blocks(model, room, parallel) for model in models]
         options = [
@@ -115,9 +115,11 @@ def held_of(sizes: Sequence[float], memory: int) -> int | None:
     return slots
 
 
-def weight_bytes(model: Model) -> int:
-    """Of the whole model."""
-    return (model.encoder or ModelConfig.load(model.path)).weight_bytes(model.quantization)
+def weight_bytes(model: Model, parallel: Parallel) -> float:
+    """Of the first worker's part, with what it holds to draft by."""
+    whole, draft = model.encoder or ModelConfig.load(model.path), _draft(model, parallel)
+    beside = draft.weight_bytes(model.quantization) if draft else 0
+    return whole.weight_bytes(model.quantization) / parallel.devices + beside
 
 
 def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:
@@ -125,7 +127,13 @@ def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:
     if model.encoder:
         return None
     per_token = ModelConfig.load(model.path).kv_bytes_per_token(model.quantization) / parallel.devices
+    if draft := _draft(model, parallel):
+        per_token += draft.kv_bytes_per_token(model.quantization)
     return max(1, int(room / (per_token * BLOCK_SIZE)))
+
+
+def _draft(model: Model, parallel: Parallel) -> ModelConfig | None:
+    return draft_config(model.drafting.drafter, model.path, model.drafting.early_exit_layers, parallel.devices)
 
 
 def on_cluster(

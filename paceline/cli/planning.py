@@ -21,7 +21,7 @@ from paceline.cli.sources import resolve
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Cluster, Group, Parallel, Placement
 from paceline.core.request import SLO
-from paceline.engine.config import ModelConfig
+from paceline.engine.config import ModelConfig, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
@@ -250,24 +250,14 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: Li
 
 
 def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization: str) -> SimulatedModel:
-    """With what the first worker holds to draft by: a draft model, or on several devices the target's first layers once
-    more, which one device has anyway. `path`: of the target that exits early."""
-    shapes = dict(model.table.shapes)
-    if drafting.model:
-        config = ModelConfig.load(drafting.model)
-    elif drafting.drafter.kind == "early_exit":
-        config = ModelConfig.load(path)
-        config = config.first(config.exit_layers(drafting.early_exit_layers))
-        shapes = {parallel: shape for parallel, shape in shapes.items() if parallel.devices > 1}
-    else:
-        return model
-    weight, kv_bytes = config.weight_bytes(quantization), config.kv_bytes_per_token(quantization)
-    shares = {parallel: model.share(parallel) for parallel in model.table.shapes}
-    more = {parallel: _more_in_front(shape, weight) for parallel, shape in shapes.items()}
-    return replace(
-        model, table=replace(model.table, shapes=model.table.shapes | more), shares=shares,
-        draft_kv_bytes=dict.fromkeys(shapes, kv_bytes),
-    )  # fmt: skip
+    """With what the first worker holds to draft by. `path`: of a target that exits early."""
+    shapes, kv_bytes = dict(model.table.shapes), dict[Parallel, int]()
+    for parallel, shape in model.table.shapes.items():
+        if config := draft_config(drafting.drafter, path, drafting.early_exit_layers, parallel.devices):
+            shapes[parallel] = _more_in_front(shape, config.weight_bytes(quantization))
+            kv_bytes[parallel] = config.kv_bytes_per_token(quantization)
+    shares = {parallel: model.share(parallel) for parallel in shapes} if kv_bytes else model.shares
+    return replace(model, table=replace(model.table, shapes=shapes), shares=shares, draft_kv_bytes=kv_bytes)
 
 
 def _as_served(model: SimulatedModel, live: LiveEntry) -> SimulatedModel:

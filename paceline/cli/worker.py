@@ -80,7 +80,10 @@ def loads(group: GroupOptions) -> list[Load]:
         later = 0
         for other in group.models[index + 1 :]:
             with suppress(ValueError):  # it will say so itself
-                later += weight_bytes(Path(other.path), place, other.quantization)
+                later += weight_bytes(
+                    Path(other.path), place, quantization=other.quantization, drafter=other.drafter,
+                    early_exit_layers=other.early_exit_layers,
+                )  # fmt: skip
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name not in ("path", "lends")}
         if index in infos:
             fields["num_blocks"] = infos[index].num_blocks

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.core.drafter_name import DrafterName
+
 
 class ModelError(ValueError):
     """A checkpoint that cannot be served: the message names the file, the key or tensor, and what would be valid."""
@@ -173,6 +175,19 @@ class ModelConfig:
         raw = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         return _parse(raw, read_json(generation) if generation.exists() else {}, str(folder / "config.json"))
+
+
+def draft_config(drafter: DrafterName, target: Path, exit_layers: int | None, devices: int) -> ModelConfig | None:
+    """Of what the first of a target's devices holds to draft by, beside its part of the target.
+
+    A draft model, or for early exit the first layers, which a single device has anyway. Raises ModelError.
+    """
+    if drafter.kind == "model":
+        return ModelConfig.load(drafter.path)
+    if drafter.kind == "early_exit" and devices > 1:
+        config = ModelConfig.load(target)
+        return config.first(config.exit_layers(exit_layers))
+    return None
 
 
 def kv_element(quantization: str) -> int:

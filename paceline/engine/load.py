@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from paceline.core.drafter_name import DrafterName
 from paceline.core.work import Engine
-from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.config import ModelConfig, ModelError, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.parallel import Place, part_of
 
@@ -22,8 +23,13 @@ def load_engine(path: Path, *, drafter: str = "ngram", early_exit_layers: int | 
     return EncoderRunner.load(path, **options)
 
 
-def weight_bytes(path: Path, place: Place, quantization: str) -> int:
-    """Of the part that a worker holds. Raises ModelError."""
+def weight_bytes(
+    path: Path, place: Place, *, quantization: str = "none", drafter: str = "ngram",
+    early_exit_layers: int | None = None,
+) -> int:  # fmt: skip
+    """Of what a worker holds: its part, and the first one what it drafts by. Raises ModelError."""
     if is_encoder(path):
         return EncoderConfig.load(path).weight_bytes(quantization) // place.parallel.devices
-    return part_of(ModelConfig.load(path), place, quantization).weight_bytes(quantization)
+    own = part_of(ModelConfig.load(path), place, quantization).weight_bytes(quantization)
+    draft = draft_config(DrafterName.parse(drafter), path, early_exit_layers, place.parallel.devices)
+    return own + (draft.weight_bytes(quantization) if draft and place.number == 0 else 0)
