@@ -8,33 +8,55 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.batching.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, part, plain
-from paceline.batching.state import GOAL, KNEE, MARGIN, MAXIMUM, NONE, PACE, SPENT, TILE, WIDTH, Floats, Ints, State
+from paceline.batching.state import (
+    GOAL,
+    KNEE,
+    MARGIN,
+    MAXIMUM,
+    NONE,
+    PACE,
+    SPENT,
+    TILE,
+    WIDE,
+    WIDTH,
+    Floats,
+    Ints,
+    State,
+)
 from paceline.core.batch import StepShape
-from paceline.latency.step_time import predicted
+from paceline.latency.step_time import WIDTHS, predicted
 
+COMPUTES = WIDTHS[-1]  # tokens of a step that computes more than it reads
 seconds = part(predicted)
 
 
 class Pace:
     """Predicted step times, and how far the machine has been from them of late.
 
-    A shared machine is half as fast for seconds on end, and the same for steps of all shapes, so one factor that
+    A shared machine is half as fast for seconds on end, and much the same for steps of all shapes, so one factor that
     follows slowly repairs most of it: a running average of what steps took over what was predicted, in logarithms. A
-    single step counts little, however long it stalled.
+    single step counts little, however long it stalled. What other work on the machine does to steps that compute is not
+    what it does to those that read, but stays the same for long: a second factor of those, which follows slower.
     """
 
-    FOLLOWS, MOST = 0.2, 1.5  # share of the newest step; the most that it may be off by
+    FOLLOWS, SLOWLY, MOST = 0.2, 0.05, 1.5  # shares of the newest step; the most that it may be off by
 
     def __init__(self, predict: Callable[[StepShape], float]) -> None:
         self.predict = predict
-        self.factor = 1.0
+        self.factor = self.wide = 1.0
+
+    def of(self, tokens: int) -> float:
+        """Of a step of so many tokens."""
+        return self.factor * self.wide if tokens >= COMPUTES else self.factor
 
     def seconds(self, shape: StepShape) -> float:
-        return self.factor * self.predict(shape)
+        return self.of(shape.tokens) * self.predict(shape)
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        ratio = seconds / self.seconds(shape)
-        self.factor *= min(max(ratio, 1 / self.MOST), self.MOST) ** self.FOLLOWS
+        change = min(max(seconds / self.seconds(shape), 1 / self.MOST), self.MOST)
+        self.factor *= change**self.FOLLOWS
+        if shape.tokens >= COMPUTES:
+            self.wide *= change**self.SLOWLY
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +89,19 @@ class GoalBudget:
         tbt: float | None,
         pace: float = 1.0,
         spent: float = 0.0,
+        wide: float = 1.0,
     ) -> int:
         """Tokens of the whole step, `shape`, its decodes, included; more than a group's `token_budget` counts as that.
 
         `prompts`: (context, remaining) tokens of the prompts that could be chunked, in the order in which they would
         be. `tbt`: seconds, the tightest goal among the running sequences that decode; None: nobody has one. `pace`:
-        what steps took of late over what was predicted for them. `spent`: seconds for drafting beside all that.
+        what steps took of late over what was predicted for them, and `wide`: more than that where they compute
+        (`Pace`). `spent`: seconds for drafting beside all that.
         """
         goal = min(NONE if one is None else one for one in (self.tbt, tbt))
         rows = np.array(prompts, np.int64).reshape(-1, 2)
         within = (goal - spent) / (pace * (1 + self.margin))
-        return int(_widest(*self.arrays(), self.tile, self.knee, self.maximum, within, np.array(shape), rows))
+        return int(_widest(*self.arrays(), self.tile, self.knee, self.maximum, within, wide, np.array(shape), rows))
 
     def of_share(self, share: float) -> "GoalBudget":
         """Where a step takes this share of the time."""
@@ -96,13 +120,23 @@ def room_within_goals(s: State, prompts: Ints, read: int, goal: float) -> int:
     shape[0] = shape[1] = shape[2] = width
     shape[3] = read
     within = (min(s.factors[GOAL], goal) - s.factors[SPENT]) / (s.factors[PACE] * (1 + s.factors[MARGIN]))
-    return widest(s.linear, s.terms, s.limits[TILE], s.limits[KNEE], s.limits[MAXIMUM], within, shape, prompts)
+    return widest_of(s, within, shape, prompts)
+
+
+@part
+def widest_of(s: State, goal: float, shape: Ints, prompts: Ints) -> int:
+    """`widest`, by the state's budget."""
+    limits = s.limits
+    return widest(
+        s.linear, s.terms, limits[TILE], limits[KNEE], limits[MAXIMUM], goal, s.factors[WIDE], shape, prompts
+    )  # fmt: skip
 
 
 @part
 def widest(
-    linear: Floats, terms: Floats, tile: int, knee: int, maximum: int, goal: float, shape: Ints, prompts: Ints
-) -> int:
+    linear: Floats, terms: Floats, tile: int, knee: int, maximum: int, goal: float, wide: float, shape: Ints,
+    prompts: Ints,
+) -> int:  # fmt: skip
     """`GoalBudget`, for a goal in seconds of a predicted step; infinity is none."""
     decodes = shape[0] // tile
     width = knee
@@ -120,7 +154,8 @@ def widest(
                 if left > 0 and prompts[i, 1] > 0:
                     add_chunk(step, prompts[i, 0], min(left, prompts[i, 1]), left >= prompts[i, 1])
                     left -= prompts[i, 1]
-            if seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6])) > goal:
+            took = seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6]))
+            if (took * wide if step[0] >= COMPUTES else took) > goal:
                 high = middle - 1
             else:
                 low = middle
@@ -142,4 +177,4 @@ def add_chunk(shape: Ints, start: int, length: int, emits: bool) -> None:
         shape[6] += 1
 
 
-_widest = entry(I64, FLOATS, FLOATS, I64, I64, I64, F64, INTS, INTS_2D)(plain(widest))
+_widest = entry(I64, FLOATS, FLOATS, I64, I64, I64, F64, F64, INTS, INTS_2D)(plain(widest))

@@ -10,24 +10,22 @@ first, in steps that all running sequences are part of by then. It errs on the s
 import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
-from paceline.batching.budget import add_chunk, seconds, widest
+from paceline.batching.budget import COMPUTES, add_chunk, seconds, widest_of
 from paceline.batching.compiled import F64, I64, STATE, entry, part, plain
 from paceline.batching.moves import num_waiting
 from paceline.batching.state import (
     FLYING,
     GOAL,
     HEAD,
-    KNEE,
     MARGIN,
     MAX_BATCH,
-    MAXIMUM,
     PACE,
     PIPELINE,
     RUNNING,
     TAIL,
-    TILE,
     TOKEN_BUDGET,
     WANTED,
+    WIDE,
     Ints,
     State,
 )
@@ -38,7 +36,8 @@ from paceline.core.request import HELD, KNOWN, LIMIT, PROMPT, SCHEDULED
 def _predicted(s: State, shape: Ints) -> float:
     """Seconds of a step of this shape, at the present pace."""
     numbers = (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6])
-    return s.factors[PACE] * seconds(s.linear, s.terms, numbers)
+    took = s.factors[PACE] * seconds(s.linear, s.terms, numbers)
+    return took * s.factors[WIDE] if shape[0] >= COMPUTES else took
 
 
 @part
@@ -53,9 +52,8 @@ def step(s: State, decodes: int, context: int, pending: int) -> tuple[int, float
     if pending > 0:
         prompts[0, 1] = pending
         within = s.factors[GOAL] / (s.factors[PACE] * (1 + s.factors[MARGIN]))
-        limits = s.limits
-        width = widest(s.linear, s.terms, limits[TILE], limits[KNEE], limits[MAXIMUM], within, shape, prompts)
-        chunk = min(pending, max(1, min(width, limits[TOKEN_BUDGET]) - decodes))
+        width = widest_of(s, within, shape, prompts)
+        chunk = min(pending, max(1, min(width, s.limits[TOKEN_BUDGET]) - decodes))
         add_chunk(shape, pending // 2, chunk, True)
     return chunk, _predicted(s, shape)
 

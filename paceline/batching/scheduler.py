@@ -58,6 +58,7 @@ from paceline.batching.state import (
     TOKEN_BUDGET,
     WANTED,
     WATERMARK,
+    WIDE,
     State,
     grown,
     make,
@@ -96,7 +97,7 @@ def make_state(
     limits[MAX_MODEL_LEN], limits[MAX_PROMPT_TOKENS] = config.max_model_len or 0, config.max_num_batched_tokens
     limits[POLICY], limits[RESERVES], limits[LATE] = policy.number, policy.reserves, policy.late
     limits[PIPELINE], limits[ADAPTIVE], limits[BY_GOAL] = pipeline, adaptive, policy.by_goal
-    factors[PACE], factors[GOAL] = 1.0, NONE
+    factors[PACE], factors[WIDE], factors[GOAL] = 1.0, 1.0, NONE
     linear, terms = np.zeros(0), np.zeros(6)
     if budget is not None:
         limits[TILE], limits[KNEE], limits[MAXIMUM] = budget.tile, budget.knee, budget.maximum
@@ -193,7 +194,7 @@ class Scheduler:
 
     def first_token(self, request: Request, others: float) -> float:
         """Seconds until a request that comes now would have its first token (`prediction.first_token`)."""
-        self.state.factors[PACE] = self.pace.factor if self.pace else 1.0
+        self._keep_pace()
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
         return float(seconds_to_first_token(self.handle, request.prompt_tokens, place, others))
 
@@ -221,7 +222,8 @@ class Scheduler:
             budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
             chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, _pending(self.handle, budget), budget)
             s.chosen[: len(chosen)] = chosen
-        s.factors[PACE], s.factors[SPENT] = self.pace.factor if self.pace else 1.0, spent
+        self._keep_pace()
+        s.factors[SPENT] = spent
         count = _compose(self.handle)
         self.note_preempted()
         if not count:
@@ -242,12 +244,16 @@ class Scheduler:
             now[DECODES],
             shape,
             self._predicted(shape, spent if drafts else None),
-            float(s.factors[PACE]),
+            self.pace.of(shape.tokens) if self.pace else 1.0,
             tuple(self.preempted),
             drafts,
         )
         self.flying[number] = batch
         return batch
+
+    def _keep_pace(self) -> None:
+        if self.pace:
+            self.state.factors[PACE], self.state.factors[WIDE] = self.pace.factor, self.pace.wide
 
     def _predicted(self, shape: StepShape, spent: float | None) -> float | None:
         """Seconds of the step, if all is drafted that may be, which takes `spent`; None: nothing is drafted."""

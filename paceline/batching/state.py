@@ -33,9 +33,9 @@ ARRIVAL, WANTED, TBT, LAST = range(4)
     CHUNKS_LAST, SLICES, DECODES, WIDTH, PREEMPTED, LOST, EVER_HELD, SPARE, IDLE, OLDEST, NEWEST, AWAY, TAKEN_AWAY,
     CACHED_TOKENS, NEXT_BATCH, AT, NUM_COUNTS,
 ) = range(28)  # fmt: skip
-# `factors`: what steps take over what is predicted, seconds of drafting in this step, goal between tokens, its margin,
-# when the last step was complete
-PACE, SPENT, GOAL, MARGIN, LANDED, NUM_FACTORS = range(6)
+# `factors`: what steps take over what is predicted, what those that compute take over that, seconds of drafting in this
+# step, goal between tokens, its margin, when the last step was complete
+PACE, WIDE, SPENT, GOAL, MARGIN, LANDED, NUM_FACTORS = range(7)
 # rows of `blocks`: holders; a stack of spare ones and, from its end, one of those away; neighbours among the idle ones;
 # whether a hash is known
 HOLDERS, STACK, OLDER, NEWER, FULL = range(5)

@@ -274,7 +274,9 @@ def _as_served(model: SimulatedModel, live: LiveEntry) -> SimulatedModel:
         for parallel, shape in model.table.shapes.items()
     }
     step, text = (time and time.paced(live.paces) for time in (model.step_time, model.text_time))
-    budget = model.budget and model.budget.of_share(live.pace)
+    budget, times = model.budget, step or text
+    if budget and times:
+        budget = replace(budget, linear=times.linear, terms=times.terms)
     return replace(
         model, table=replace(model.table, shapes=shapes), step_time=step, text_time=text, budget=budget,
         overhead_s=live.overhead_s, spread=live.spread,

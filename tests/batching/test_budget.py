@@ -117,9 +117,30 @@ def test_pace_follows_the_machine_and_not_a_single_stall():
     for _ in range(60):
         pace.observe(shape, 2.0 * seconds(shape))
     assert pace.factor == pytest.approx(2.0, rel=1e-3)
+    chunk = NOBODY.add(7, 50, True)
     for _ in range(60):
-        pace.observe(NOBODY.add(7, 50, True), 0.7 * seconds(NOBODY.add(7, 50, True)))
-    assert pace.factor == pytest.approx(0.7, rel=1e-3)
+        pace.observe(chunk, 0.7 * seconds(chunk))
+    assert pace.seconds(chunk) == pytest.approx(0.7 * seconds(chunk), rel=1e-3)
+
+
+def test_steps_that_compute_have_a_pace_beside_those_that_read():
+    pace, chunk, shape = Pace(seconds), NOBODY.add(7, 50, True), decodes(3)
+    for _ in range(600):
+        pace.observe(shape, 1.1 * seconds(shape))
+        pace.observe(chunk, 1.5 * seconds(chunk))
+    assert pace.seconds(shape) == pytest.approx(1.1 * seconds(shape), rel=0.1)
+    assert pace.seconds(chunk) == pytest.approx(1.5 * seconds(chunk), rel=0.1)
+    for _ in range(20):  # the machine is half as fast for all
+        pace.observe(shape, 2.2 * seconds(shape))
+    assert pace.seconds(chunk) == pytest.approx(3.0 * seconds(chunk), rel=0.1)
+
+
+def test_the_budget_counts_what_steps_that_compute_take_more():
+    prompts, goal = [(0, 500)], GoalBudget(*TIMES, 8, 128, 512, 0.1)
+    twice = GoalBudget(*TIMES, 8, 128, 512, 0.05)
+    assert goal(decodes(4), prompts, None, wide=2.0) == max(16, twice(decodes(4), prompts, None))
+    slow = GoalBudget(*TIMES, 8, 128, 512, 2 * seconds(decodes(4)))
+    assert slow(decodes(4), [(0, 3)], None, wide=100.0) == 8, "narrow steps do not"
 
 
 def run(slowness: float, log: list | None = None) -> list[Batch]:

@@ -9,15 +9,19 @@ from paceline.cli.groups import (
     OVERHEAD,
     devices_of,
     held_of,
+    kv_blocks,
     read_placement,
     weight_bytes,
     worker_group,
     worker_groups,
 )
-from paceline.cli.models import find_models
+from paceline.cli.models import Model, find_models
 from paceline.cli.planning import load_placement
+from paceline.cli.sources import BUILTIN
 from paceline.core.cluster import KV_SHARE, Parallel
+from paceline.engine import load
 from paceline.engine.config import ModelConfig
+from paceline.engine.parallel import Place
 from paceline.runtime.workers import Seat
 from tests.cli.test_fleet_file import GOOD, write
 
@@ -82,10 +86,34 @@ def test_where_memory_is_short_models_are_loaded_by_need(tmp_path):
     with pytest.raises(ValueError, match="memory: 840 MiB .* too few for a model of 190 MiB"):
         held_of([200e6], OVERHEAD + (200 << 20))
     models = find_models([str(write(tmp_path, GOOD))], [])
-    size = max(map(weight_bytes, models))
+    size = max(weight_bytes(model, Parallel()) for model in models)
     room = int(size / (1 - KV_SHARE)) + (1 << 20)
     group = worker_group(models, LIMITS | {"memory": OVERHEAD + room})
     assert [(model.slots, model.resident) for model in group.models] == [(1, True), (1, False)]
     options = json.loads(group.command(Seat(0, "", (None, None), (True, False), True))[-1])["models"]
     per_block = 16 * ModelConfig.load(models[0].path).kv_bytes_per_token()
     assert options[0]["num_blocks"] == (room - size) // per_block and not options[0]["lends"]
+
+
+def test_the_first_worker_has_room_for_what_it_drafts_by(tmp_path):
+    def model(drafter: str) -> Model:
+        text = GOOD.replace("builtin:coder}", f"'builtin:coder', speculation: {{drafter: {drafter}}}}}", 1)
+        return find_models([str(write(tmp_path, text))], [])[0]
+
+    alone, room, two = model("ngram"), 1e9, Parallel(2)
+    config, draft = ModelConfig.load(alone.path), ModelConfig.load(BUILTIN / "coder-draft")
+    first = config.first(config.exit_layers(None))
+    for other, parallel, beside in (
+        ("builtin:coder-draft", Parallel(), draft), ("builtin:coder-draft", two, draft), ("early_exit", two, first),
+    ):  # fmt: skip
+        known, held = model(other), config.kv_bytes_per_token() / parallel.devices + beside.kv_bytes_per_token()
+        assert weight_bytes(known, parallel) == weight_bytes(alone, parallel) + beside.weight_bytes()
+        assert kv_blocks(known, room, parallel) == int(room / (16 * held))
+        places = [Place(parallel, number) for number in range(parallel.devices)]
+        extra = [
+            load.weight_bytes(alone.path, place, drafter=str(known.drafting.drafter))
+            - load.weight_bytes(alone.path, place)
+            for place in places
+        ]
+        assert extra == [beside.weight_bytes(), *[0] * (parallel.devices - 1)]
+    assert weight_bytes(model("early_exit"), Parallel()) == weight_bytes(alone, Parallel())
