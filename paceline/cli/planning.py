@@ -268,7 +268,6 @@ def _as_served(model: SimulatedModel, live: LiveEntry) -> SimulatedModel:
     def longer(stages: tuple[float, ...]) -> tuple[float, ...]:
         return tuple(widest * seconds + live.overhead_s for seconds in stages)
 
-
     shapes = {
         parallel: replace(shape, stage_latency={size: longer(stages) for size, stages in shape.stage_latency.items()})
         for parallel, shape in model.table.shapes.items()
@@ -367,7 +366,6 @@ def _from_texts(entry: Entry, path: Path, times: TextTimes, one: ShapeEntry) -> 
 def _from_config(entry: Entry, path: Path, working: int) -> ModelTable:
     """Stages by cutting the model's layers: blocks and the head by their weights, of experts those that one token is
     sent to; embeddings are read a row at a time, and cost nothing but memory. `working`: bytes of each device."""
-
     config = ModelConfig.load(path)
     head = config.vocab_size * config.hidden * (1 if entry.quantization == "int8" else 4)
     layers = range(config.layers)

@@ -21,6 +21,8 @@ from paceline.engine.kv_cache import KVCache
 from paceline.engine.model import Decoder
 from paceline.engine.vocabulary import SharedVocabulary
 
+SHORT = 2  # tokens of a slice that are faster as rows; a draft is not better for the bits of a chunk
+
 
 class DecoderModel:
     """A decoder and its cache, in the target's blocks.
@@ -42,7 +44,10 @@ class DecoderModel:
         ids = torch.tensor([token for part in parts for token in part.tokens], device=decoder.device)
         if self.vocabulary is not None:
             ids = self.vocabulary.to_draft[ids]
-        spans = [SliceSpan(part.start, part.length, part.job.sequence.blocks, bool(part.guess)) for part in parts]
+        spans = [
+            SliceSpan(part.start, part.length, part.job.sequence.blocks, bool(part.guess) or part.length <= SHORT)
+            for part in parts
+        ]
         return decoder.forward(ids, plan_step(spans, decoder.config, size, decoder.device), self.cache, self.progress)
 
     def logits(self, rows: Tensor) -> Tensor:
