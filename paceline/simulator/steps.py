@@ -231,16 +231,15 @@ def _lacking(s: State, more: int) -> int:
 
 
 @part
-def spread_of(times: Times, g: int, number: int) -> float:
+def drawn(spread: Floats, g: int, number: int) -> float:
     """What step `number` of a group takes over what steps of its shape take."""
-    begin, size = times.ends[g], times.ends[g + 1] - times.ends[g]
-    return times.spreads[begin + int(chance(number, g) * size)] if size > 0 else 1.0
+    return spread[int(chance(number, g) * len(spread))] if len(spread) > 0 else 1.0
 
 
 @part
 def _decode_on(
-    s: State, times: Times, g: int, number: int, now: float, until: float, gaps: NDArray[np.float32], gap_end: int,
-    clocks: Floats, took: Floats, left: Floats,
+    s: State, linear: Floats, terms: Floats, share: float, more: float, spread: Floats, g: int, number: int, now: float,
+    until: float, gaps: NDArray[np.float32], gap_end: int, clocks: Floats, took: Floats, left: Floats,
 ) -> tuple[float, int, int]:  # fmt: skip
     """Steps of nothing but the decodes that run, which no policy composes otherwise, as long as nobody ends, there are
     blocks, and nothing else happens: those that are done by `until`, all at once. For groups with one stage. `number`:
@@ -249,8 +248,7 @@ def _decode_on(
     Returns the time, where the gaps end, and how many steps there were: what they took is in `took` and `left`, as far
     as there is room.
     """
-    numbers, lasts, size, count, running = s.numbers, s.times, s.limits[BLOCK_SIZE], 0, s.now[RUNNING]
-    linear, terms, share = times.linear[g, : times.lengths[g]], times.terms[g], times.shares[g]
+    numbers, times, size, count, running = s.numbers, s.times, s.limits[BLOCK_SIZE], 0, s.now[RUNNING]
     if running == 0 or num_waiting(s) + s.now[PROMPTS] + s.now[DRAFTING] > 0 or s.limits[PIPELINE] > 1:
         return now, gap_end, 0
     while now < until and count < len(took):
@@ -262,18 +260,18 @@ def _decode_on(
         while most > 0 and _lacking(s, most) > num_free(s):
             most //= 2
         latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
-        latency = latency * spread_of(times, g, number + count) + times.overheads[g]
+        latency = latency * drawn(spread, g, number + count) + more
         end_time = max(now, clocks[0]) + latency
         if most == 0 or end_time > until:
             break
         for i in range(running):
-            gaps[gap_end + i] = end_time - lasts[s.running[i], LAST]
+            gaps[gap_end + i] = end_time - times[s.running[i], LAST]
         made = 0
         while True:
             took[count + made], left[count + made, 0] = latency, end_time
             now, context, gap_end, made = end_time, context + running, gap_end + running, made + 1
             latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
-            latency = latency * spread_of(times, g, number + count + made) + times.overheads[g]
+            latency = latency * drawn(spread, g, number + count + made) + more
             end_time = now + latency
             if made == most or end_time > until:
                 break
@@ -283,7 +281,7 @@ def _decode_on(
             slot = s.running[i]
             numbers[slot, SCHEDULED] = numbers[slot, COMPUTED] = numbers[slot, COMPUTED] + made
             numbers[slot, KNOWN] += made
-            lasts[slot, LAST] = now
+            times[slot, LAST] = now
             lacks = (numbers[slot, COMPUTED] + size - 1) // size - numbers[slot, HELD]
             if lacks > 0:
                 take(s, slot, lacks)
@@ -497,8 +495,9 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
                     steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
                     left, spent = np.concatenate((left, left)), np.concatenate((spent, spent))
                 until_then, gap_ends[m], more = _decode_on(
-                    s, times, g, numbers[g], now, until, gaps, gap_ends[m], clocks[lane], took[num_steps:],
-                    left[num_steps:],
+                    s, times.linear[g, : times.lengths[g]], times.terms[g], times.shares[g], times.overheads[g],
+                    times.spreads[times.ends[g] : times.ends[g + 1]], g, numbers[g], now, until, gaps, gap_ends[m],
+                    clocks[lane], took[num_steps:], left[num_steps:],
                 )  # fmt: skip
                 numbers[g] += more
                 steps[num_steps : num_steps + more, 0], steps[num_steps : num_steps + more, 1] = g, s.now[RUNNING]
@@ -564,7 +563,8 @@ def _run(network, times, drafts, lenders, there, requests):  # type: ignore[no-u
                             times.linear[g, : times.lengths[g]], times.terms[g],
                             (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]),
                         )  # fmt: skip
-                        latency = latency * spread_of(times, g, numbers[g]) + times.overheads[g]
+                        spread = times.spreads[times.ends[g] : times.ends[g + 1]]
+                        latency = latency * drawn(spread, g, numbers[g]) + times.overheads[g]
                         numbers[g] += 1
                         if num_steps == len(took):
                             steps, took = np.concatenate((steps, steps)), np.concatenate((took, took))
