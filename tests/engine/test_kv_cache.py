@@ -119,8 +119,38 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks() -> None:
         return torch.cat(parts)
 
     whole = run()
-    for cuts in ((9,), (128, 256), (100, 150, 290)):
+    for cuts in ((9,), (128, 256), (100, 150, 290), (2, 5, 13, 21, 200, 202, 298)):
         assert torch.equal(run(*cuts), whole)
+
+
+@DTYPES
+@pytest.mark.skipif(attention.kernels is None, reason="keys are gathered, and sums are torch's")
+@pytest.mark.parametrize("window", [None, 3, 30])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (7, 1)])
+def test_the_bits_of_a_verification_are_those_of_single_tokens(
+    heads: tuple[int, int], window: int | None, dtype: torch.dtype
+) -> None:
+    """Rows of a sequence pass over its keys together; others have the same prefix, or end where it begins."""
+    model, generator = config(window, *heads), torch.Generator().manual_seed(4)
+    prefix, past = list(range(6)), torch.randn(2, 24, model.kv_heads, model.head_dim, generator=generator)
+    tables = [[*prefix, 6, 7, 8], [*prefix, 9, 10], [*prefix, 11], [*prefix, 12, 13, 14]]
+    spans = [SliceSpan(24, length, table, True) for length, table in zip((11, 6, 1, 9), tables, strict=True)]
+    width = (model.heads + 2 * model.kv_heads) * model.head_dim
+    queries = torch.randn(sum(span.length for span in spans), width, generator=generator)
+
+    def attended(cache: KVCache, rows: torch.Tensor, some: list[SliceSpan]) -> torch.Tensor:
+        turns, plan = unturned(len(rows), model.head_dim), plan_step(some, model, 4)
+        return attend(rows.clone(), turns, None, cache, 0, model.windows[0], plan)
+
+    caches = [KVCache(model, 16, 4, dtype=dtype) for _ in range(2)]
+    for cache in caches:
+        cache.write(0, written(24, prefix, model.kv_heads), *past)
+    singles, row = [], 0
+    for span in spans:
+        for at in range(span.length):
+            singles.append(attended(caches[0], queries[row : row + 1], [SliceSpan(24 + at, 1, span.blocks)]))
+            row += 1
+    assert torch.equal(attended(caches[1], queries, spans), torch.cat(singles))
 
 
 @DTYPES
