@@ -137,8 +137,8 @@ def widest(
     linear: Floats, terms: Floats, tile: int, knee: int, maximum: int, goal: float, wide: float, shape: Ints,
     prompts: Ints,
 ) -> int:  # fmt: skip
-    """`GoalBudget`, for a goal in seconds of a predicted step; infinity is none."""
-    decodes = shape[0] // tile
+    """`GoalBudget`, for a goal in seconds of a predicted step; infinity is none. Wider steps never count as shorter."""
+    decodes, wide = shape[0] // tile, max(1.0, wide)
     width = knee
     if goal < np.inf and shape[2] > 0:
         filled = shape.copy()  # with the first prompts whole

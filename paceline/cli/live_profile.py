@@ -18,7 +18,7 @@ from paceline.cli.sources import resolve
 from paceline.engine.encoder_config import is_encoder
 
 FEWEST = 50  # steps of a model, or of a width, below which nothing is known of it
-QUANTILES = 32
+PARTS = 32  # of the spread
 Live = dict[str, dict[str, Any]]  # by model, `planning.LiveEntry`
 
 
@@ -36,21 +36,27 @@ def measured(url: str, api_key: str | None = None) -> Live:
     found: Live = {}
     for model in sorted({one.labels["model"] for one in samples if one.name == "paceline_step_pace_count"}):
         mine = [one for one in samples if one.labels.get("model") == model]
-        sums, counts, buckets = Counter[int](), Counter[int](), dict[int, Counter[float]]()
+        seconds, counts, buckets = Counter[tuple[str, int]](), Counter[int](), dict[int, Counter[float]]()
         for one in mine:
             width = int(one.labels.get("width", 0))
-            if one.name == "paceline_step_pace_sum":
-                sums[width] += one.value
+            if one.name == "paceline_profiled_step_seconds_total":
+                seconds[one.labels["part"], width] += one.value
             elif one.name == "paceline_step_pace_count":
                 counts[width] += one.value
             elif one.name == "paceline_step_pace_bucket":
                 buckets.setdefault(width, Counter())[float(one.labels["le"])] += one.value
         if (steps := counts.total()) < FEWEST:
             continue
-        overhead = sum(one.value for one in mine if one.name == "paceline_step_overhead_seconds_total")
-        widths = {width: sums[width] / count for width, count in sorted(counts.items()) if count >= FEWEST}
+        predicted, engine, overhead = (
+            sum(value for (part, _), value in seconds.items() if part == name)
+            for name in ("predicted", "engine", "overhead")
+        )
+        widths = {
+            width: seconds["engine", width] / seconds["predicted", width]
+            for width, count in sorted(counts.items()) if count >= FEWEST
+        }  # fmt: skip
         found[model] = {
-            "pace": sums.total() / steps, "overhead_s": overhead / steps, "widths": widths,
+            "pace": engine / predicted, "overhead_s": overhead / steps, "widths": widths,
             "spread": _spread({width: buckets[width] for width in widths}),
         }  # fmt: skip
     if not found:
@@ -62,7 +68,7 @@ def measured(url: str, api_key: str | None = None) -> Live:
 
 
 def _spread(buckets: dict[int, Counter[float]]) -> list[float]:
-    """Of cumulative counts by width: what steps take over the mean of their width, quantiles of equal probability."""
+    """Of cumulative counts by width: what steps take over the mean of their width, means of equally likely parts."""
     values, weights = list[float](), list[float]()
     for cumulative in buckets.values():
         bounds = sorted(cumulative)
@@ -74,10 +80,10 @@ def _spread(buckets: dict[int, Counter[float]]) -> list[float]:
     if not values:
         return []
     order = np.argsort(values)
-    ends = np.cumsum(np.array(weights)[order])
-    places = np.searchsorted(ends, (np.arange(QUANTILES) + 0.5) / QUANTILES * ends[-1])
-    quantiles = np.array(values)[order][places]
-    return (quantiles / quantiles.mean()).tolist()
+    shares = np.array(weights)[order] / sum(weights)
+    steps, seconds = (np.cumsum([0.0, *some]) for some in (shares, shares * np.array(values)[order]))
+    parts = np.diff(np.interp(np.linspace(0.0, 1.0, PARTS + 1), steps, seconds)) * PARTS
+    return [float(one) for one in parts]
 
 
 def add(path: Path, found: Live, fleet: FleetFile, threads: int | None) -> None:

@@ -227,16 +227,19 @@ def _kept(path: Path, quantization: str, threads: int | None) -> Path:
 def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: LiveEntry) -> SimulatedModel:
     """With its drafter: its memory, and where the workload says how good it is what it brings. Steps of a draft model
     differ from its profile by as much. Raises ValueError."""
-    drafting, rate, draft, path = Drafting.of(entry.speculation), entry.workload.acceptance, None, Path()
+    rate, files = entry.workload.acceptance, not entry.source.startswith("profile:")
+    if model.step_time is None and rate is not None:
+        raise ValueError(f"workload.acceptance: {entry.name!r} is one-shot, and drafts nothing")
+    if model.step_time is None or (rate is None and not files):  # nobody will serve a model without files
+        return model
+    drafting, draft, path = Drafting.of(entry.speculation), None, Path()
     if drafting.drafter.kind == "early_exit":
-        if entry.source.startswith("profile:"):
+        if not files:
             raise ValueError(f"speculation.drafter: early_exit needs files, and {entry.name!r} has a profile only")
         path = resolve(entry.source)
     model = _beside(model, drafting, path, entry.quantization)
     if rate is None:
         return model
-    if model.step_time is None:
-        raise ValueError(f"workload.acceptance: {entry.name!r} is one-shot, and drafts nothing")
     if drafting.model:
         draft = profile_cache.load(_kept(drafting.model, entry.quantization, threads))
         if draft is None:
@@ -263,10 +266,8 @@ def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization:
 def _as_served(model: SimulatedModel, live: LiveEntry) -> SimulatedModel:
     """With steps as they were in a server."""
 
-    widest = live.paces[max(live.paces)]
-
     def longer(stages: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(widest * seconds + live.overhead_s for seconds in stages)
+        return tuple(live.pace * seconds + live.overhead_s for seconds in stages)
 
     shapes = {
         parallel: replace(shape, stage_latency={size: longer(stages) for size, stages in shape.stage_latency.items()})

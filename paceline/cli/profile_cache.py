@@ -39,7 +39,7 @@ def threads_of(devices: int | None) -> int | None:
     return devices and max(1, len(os.sched_getaffinity(0)) // devices)
 
 
-MEASURED = 2  # changes when steps do: keys and values in half precision beside int8 weights
+MEASURED = 3  # changes when steps do: chunks of few tokens
 
 
 def cpu_name() -> str:

@@ -2,9 +2,9 @@
 
 Everything that depends on the step and not on the layer (rows, block tables, masks) is made once, in `plan_step`.
 Slices of one token (decodes) and verifications are rows of one batched operation; longer ones (prompt chunks) run one
-by one, so that a token's bits do not depend on how long its chunk was. Query heads that share a key-value head are
-handled without copies. On CPU our own kernels read keys and values where they lie (`kernels.py`); elsewhere torch's
-attention gets them gathered.
+by one, and a token's bits do not depend on how long its chunk was, if it was not alone. Query heads that share a
+key-value head are handled without copies. On CPU our own kernels read keys and values where they lie (`kernels.py`);
+elsewhere torch's attention gets them gathered.
 """
 
 from array import array

@@ -908,7 +908,8 @@ def _some_rows(
     begin, end = carray(_longs(low), (rows,)), carray(_longs(high), (rows,))
     own = carray(_floats(query), (group * dims,))
     for item in range(t, rows * kv_heads, threads):
-        row, head = item % rows, item // rows  # what rows of a verification read is then still in the caches
+        head = item // rows  # by heads: what rows of a verification read is then still in the caches
+        row = (item + head) % rows  # not the same ones for a thread every time: some read much more than others
         source = carray(_floats(queries + row_of[row] * stride + head * group * dims * 4), (group * dims,))
         target = out + row_of[row] * out_stride + head * group * dims * 4
         for i in range(group * dims):

@@ -47,7 +47,10 @@ class StepTime:
         return self.emit, self.decode, self.decode_context, self.chunk, self.chunk_context, self.chunk_pair
 
     def paced(self, paces: Mapping[int, float]) -> "StepTime":
-        """With steps so much longer, by tokens from so many on; decodes' terms as the narrowest, chunks' the widest."""
+        """With steps so much longer, by tokens from so many on; decodes' terms as the narrowest, chunks' the widest.
+
+        A wider step still takes no less, so a pace that would make it shorter counts from where it does not.
+        """
         bounds = sorted(paces)
         by_width = [paces[bounds[max(0, bisect_right(bounds, n) - 1)]] for n in range(len(self.linear))]
         linear = np.maximum.accumulate(np.array(self.linear) * by_width)

@@ -25,6 +25,7 @@ WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30
 RELATIVE = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # errors, as fractions
 LENGTHS = tuple(map(float, range(MAX_DRAFT_TOKENS + 1)))
 PARTS = ("draft", "forward", "sample", "schedule", "messages", "output")
+PROFILED = ("predicted", "engine", "overhead")
 PACES = tuple(round(0.5 * 2 ** (n / 8), 4) for n in range(33))  # of steps, over what is profiled
 REASONS = ("stop", "length", "abort", "error")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -118,7 +119,7 @@ class Metrics:
         self.drafts: dict[int, DraftMetrics] = defaultdict(DraftMetrics)
         self.prediction: dict[int, Histogram] = defaultdict(lambda: Histogram(RELATIVE))
         self.paces: dict[tuple[int, int], Histogram] = defaultdict(lambda: Histogram(PACES))  # by group and width
-        self.overheads: dict[int, float] = defaultdict(float)
+        self.profiled: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0] * len(PROFILED))
         self.http: dict[tuple[str, int], int] = defaultdict(int)
         self.rejected = 0
         self._open: dict[str, _Open] = {}
@@ -175,8 +176,10 @@ class Metrics:
             self.prediction[group].observe(abs(record.predicted_s / actual - 1))
             if record.profiled_s is not None:
                 width = WIDTHS[bisect_right(WIDTHS, record.tokens) - 1]
-                self.paces[group, width].observe(actual / record.profiled_s)
-                self.overheads[group] += record.schedule_s + record.messages_s
+                took = actual - record.draft_s  # a draft model follows prompts in steps that draft nothing
+                self.paces[group, width].observe(took / record.profiled_s)
+                known = record.profiled_s, took, record.schedule_s + record.messages_s
+                self.profiled[group, width] = [a + b for a, b in zip(self.profiled[group, width], known, strict=True)]
 
     # From the routes
 
@@ -246,11 +249,13 @@ class _Samples(Collector):
             labels = [str(group), self._load[group].model, str(width)]
             paces.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.sum)
         yield paces
-        text = "Seconds beside the engine, in the scheduler and in messages, of the steps in paceline_step_pace."
-        beside = CounterMetricFamily("paceline_step_overhead_seconds", text, labels=["group", "model"])
-        for group, value in m.overheads.items():
-            beside.add_metric([str(group), self._load[group].model], value)
-        yield beside
+        text = "Of those steps: by the profile, in the engine, and beside it in the scheduler and in messages."
+        labels = ["group", "model", "width", "part"]
+        profiled = CounterMetricFamily("paceline_profiled_step_seconds", text, labels=labels)
+        for (group, width), sums in m.profiled.items():
+            for part, value in zip(PROFILED, sums, strict=True):
+                profiled.add_metric([str(group), self._load[group].model, str(width), part], value)
+        yield profiled
         errors = {str(group): histogram for group, histogram in m.prediction.items()}
         text = "|predicted - measured| / measured of steps, where there is a profile."
         yield _histograms("paceline_step_prediction_error", text, "group", errors)

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.cli import fleet_file, profile_cache
-from paceline.cli.live_profile import FEWEST, add
+from paceline.cli.live_profile import FEWEST, _spread, add, measured
 from paceline.cli.planning import planned
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Parallel
@@ -74,23 +75,37 @@ def test_from_metrics_to_plans(metrics, tmp_path):
     for _ in range(FEWEST - 1):
         step(of_server, 1, 0.01, 0.02)
     told = command.paceline(*options, cwd=tmp_path).stdout
-    assert "1.000" in told and "3.00" in told and "b" not in told.split(), "too few steps of b"
+    assert "0.900" in told and "3.00" in told and "b" not in told.split(), "too few steps of b"
     for _ in range(2 * FEWEST):
         step(of_server, 0, 0.01, 0.02, tokens=17)
     for _ in range(FEWEST - 1):
         step(of_server, 0, 0.01, 0.05, tokens=16)
     command.paceline(*options, cwd=tmp_path)
     live = json.loads((tmp_path / "p.json").read_text())["models"]["a"]["live"]
-    mean = (1.2 * FEWEST + 0.8 * FEWEST + 2 * 2 * FEWEST + 5 * (FEWEST - 1)) / (5 * FEWEST - 1)
-    assert live["pace"] == pytest.approx(mean) and live["overhead_s"] == pytest.approx(0.003)
-    assert live["widths"] == pytest.approx({"1": 1.0, "17": 2.0}), "too few steps of 2 to 16 tokens"
+    took, profiled = 0.6 + 1.2 + 2 * 1.0 + 0.05 * (FEWEST - 1), 0.5 + 1.5 + 1.0 + 0.01 * (FEWEST - 1)
+    assert live["pace"] == pytest.approx(took / profiled) and live["overhead_s"] == pytest.approx(0.003)
+    assert live["widths"] == pytest.approx({"1": 0.9, "17": 2.0}), "too few steps of 2 to 16 tokens"
     spread = np.array(live["spread"])  # half of the steps are as long as others of their width, a quarter 1.2 times
     assert spread == pytest.approx(np.repeat([0.8, 1.0, 1.2], [8, 16, 8]), rel=0.05)
     model, _ = planned(fleet_file.load(tmp_path / "fleet.yaml"), tmp_path / "p.json").models
     seconds = model.step_time.seconds
-    assert seconds(StepShape(4, 4, 4, 100)) == pytest.approx(0.01 + 3e-5 + 4e-4 + 1e-4)
-    assert seconds(StepShape(20, 4, 4, 100)) == pytest.approx(2 * (0.01 + 19e-5) + 4e-4 + 1e-4)
+    assert seconds(StepShape(4, 4, 4, 100)) == pytest.approx(0.9 * (0.01 + 3e-5 + 4e-4 + 1e-4))
+    assert seconds(StepShape(20, 4, 4, 100)) == pytest.approx(2 * (0.01 + 19e-5) + 0.9 * (4e-4 + 1e-4))
     assert model.overhead_s == pytest.approx(0.003) and model.spread == tuple(live["spread"])
+
+
+def test_the_spread_has_its_tail_and_a_mean_of_one():
+    bounds = [2 ** (n / 8) for n in range(24)]
+    counts = [990.0 * (bound > 1.0) + 10.0 * (bound > 6.0) for bound in bounds]  # one in 100 takes six times as long
+    spread = _spread({1: Counter(dict(zip([*bounds, float("inf")], [*counts, 1000.0], strict=True)))})
+    assert np.mean(spread) == pytest.approx(1) and spread[-1] > 2 > 1 > spread[0]
+
+
+def test_drafting_is_not_of_the_step(metrics, tmp_path):
+    url, of_server = metrics
+    for _ in range(FEWEST):
+        of_server.on_step(StepRecord(0, 1.0, 40, 1, 0, 0.03, 0.0, 0.0, 0.0, 0.0, 0.01, 0.01, draft_s=0.01))
+    assert measured(url)["a"]["widths"] == pytest.approx({17: 2.0})
 
 
 def test_texts_as_they_were_served(tmp_path):
