@@ -64,9 +64,14 @@ def run(case: str) -> dict:
 @cache
 def _laws() -> dict[str, Future]:
     """All cases on their way, one for each core."""
-    os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # of the processes to come
+    own = dict(os.environ)
+    os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # of the processes that start here
     pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
-    return {name: pool.submit(one_law, name, **case) for name, case in LAWS.items()}
+    laws = {name: pool.submit(one_law, name, **case) for name, case in LAWS.items()}
+    for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):  # not of this one, which still has to run `seeded`
+        os.environ.pop(name)
+    os.environ |= own
+    return laws
 
 
 def one_law(
