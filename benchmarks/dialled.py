@@ -8,6 +8,7 @@ is loaded: at 0 both agree always, and costs, keys and values and verification a
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,12 +40,13 @@ def pair(shape: str, draft_layers: int) -> tuple[Path, Path]:
 
 
 class Dial:
-    """Multiplies what the layers behind the draft model's add to the stream."""
+    """Multiplies what the layers behind the draft model's add to the stream, in runners of one model."""
 
-    def __init__(self, runner: ModelRunner, draft_layers: int) -> None:
-        layers = runner.decoder.layers[draft_layers:]
-        self._parts = [part for layer in layers for linear in (layer.out, layer.down)
-                       for part in (linear.packed, linear.bias)]  # fmt: skip
+    def __init__(self, runners: Sequence[ModelRunner], draft_layers: int) -> None:
+        layers = [layer for runner in runners for layer in runner.decoder.layers[draft_layers:]]
+        linears = [linear for layer in layers for linear in (layer.out, layer.down)]
+        parts = {part.data_ptr(): part for linear in linears for part in (linear.packed, linear.bias)}
+        self._parts = list(parts.values())  # what runners hold in common once
         self.eps = 1.0
 
     def turn(self, eps: float) -> None:

@@ -3,16 +3,17 @@
 `single`: one request at a time, for each K, what the engine reaches, beside
 (1 - a^(K+1)) / ((1 - a) (K c + T(K+1) / T(1)))
 with the acceptance a, the draft's cost c and the step times T(n) measured in the same run. `loads`: so many requests at
-a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). All by turns; ratios are medians over
-rounds, each of runs side by side, behind a round that does not count: a server has learnt what it can.
+a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). Ways of one request take turns run by
+run, those of loads every few steps, so that what the machine does in a minute happens to all of them; a ratio's error
+is the standard one of its parts. What comes in the first second does not count: a server has learnt what it can.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
-from statistics import median
+from statistics import median, stdev
 
 from benchmarks.dialled import VOCABULARY, Dial, pair
 from paceline.batching.config import SchedulerConfig
@@ -22,30 +23,34 @@ from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceOutput, SliceWork
 from paceline.engine.profiler import profile
 from paceline.engine.runner import ModelRunner
-from paceline.runtime.offline import Offline
+from paceline.runtime.offline import Offline, Output
 from paceline.speculation.lookahead import Costs, Lookahead
 
 PROMPT = 64
-PLANS = {  # draft layers, output tokens, rounds of one request and of loads, loads
-    "small": (1, 96, 3, 5, (1, 2, 4, 8, 16, 32)),
-    "qwen2.5-0.5b": (1, 32, 2, 2, (1, 4, 16)),
-    "llama-3.2-1b": (1, 64, 3, 0, ()),
+PLANS = {  # draft layers, output tokens, rounds of one request, seconds of each way of a load, loads
+    "small": (1, 96, 3, 8.0, (1, 2, 4, 8, 16, 32)),
+    "qwen2.5-0.5b": (1, 96, 2, 20.0, (1, 4, 16)),
+    "llama-3.2-1b": (1, 64, 3, 0.0, ()),
 }
+TURN_S, WARM_S, PARTS, MANY = 0.1, 1.0, 8, 600  # MANY: requests that no way comes to the end of
 ACCEPTANCES = (0.3, 0.6, 0.8, 0.95)
 DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 FIXED = (2, 4, 6)
+WAYS = {"none": (0, False), **{f"K={k}": (k, False) for k in FIXED}, "adaptive": (8, True)}  # most drafts; adaptive?
 
 
 class Pair:
     """Target and draft in one engine, and counts of what a run did."""
 
     def __init__(self, shape: str) -> None:
-        self.layers, self.output, self.rounds, self.load_rounds, self.loads = PLANS[shape]
+        self.layers, self.output, self.rounds, self.seconds, self.loads = PLANS[shape]
         target, draft = pair(shape, self.layers)
         widest = max(self.loads, default=1)
         limits = dict(max_batch_tokens=512, max_batch=widest, num_blocks=widest * 16 + 128, context=1024)
-        self.runner = ModelRunner.load(target, drafter=str(draft), **limits)
-        self.dial = Dial(self.runner, self.layers)
+        # one for each way, which holds the same weights as the others
+        self.runners = [ModelRunner.load(target, drafter=str(draft), **limits) for _ in (WAYS if self.loads else [0])]
+        self.runner = self.runners[0]
+        self.dial = Dial(self.runners, self.layers)
         models = self.runner, ModelRunner.load(draft, **limits)
         profiles = [profile(one, max_tokens=256, max_batch=widest, seconds=20) for one in models]
         self.costs = [Costs(p.step_time.linear, p.step_time.emit + p.step_time.decode, p.step_time.decode_context)
@@ -53,12 +58,29 @@ class Pair:
 
     def run(self, requests: int, most: int, at_a_time: int, adaptive: bool = False, seed: int = 0) -> dict[str, float]:
         """Seconds, tokens and drafts of requests that are there at once."""
-        runner, counts = self.runner, defaultdict(float)
+        counts: dict[str, float] = defaultdict(float)
+        offline = self.offline(self.runner, at_a_time, adaptive, counts)
+        begin = time.perf_counter()
+        results = offline.generate(*self.requests(requests, most, seed))
+        counts["seconds"] = time.perf_counter() - begin
+        return counts | {"output": sum(len(one.tokens) for one in results)}
+
+    def requests(self, count: int, most: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+        prompts = [Random(100 * seed + i).choices(range(300, VOCABULARY), k=PROMPT) for i in range(count)]
+        base = SamplingParams(
+            max_tokens=self.output, temperature=1.0, ignore_eos=True, seeded=False, max_draft_tokens=most
+        )
+        return prompts, [replace(base, seed=1000 * seed + i) for i in range(count)]
+
+    def offline(self, runner: ModelRunner, at_a_time: int, adaptive: bool, counts: dict[str, float]) -> Offline:
+        """An engine that counts what its steps do; what decodes do apart."""
         limits = SchedulerConfig(max_batch=at_a_time, num_blocks=runner.info.num_blocks)
         lookahead: Callable[[], Lookahead] | None = (lambda: self.lookahead) if adaptive else None
         offline = Offline(runner, GroupConfig(scheduler=limits, lookahead=lookahead))
 
         def count(batch: Batch, outputs: list[SliceOutput], forward_s: float, sample_s: float) -> None:
+            counts["step_s"] += forward_s + sample_s
+            counts["all_tokens"] += sum(len(output.tokens) for output in outputs)
             if batch.num_decodes == len(outputs):
                 counts["decode_s"] += forward_s + sample_s
                 counts["steps"] += 1
@@ -70,16 +92,34 @@ class Pair:
                 counts["verified"] += output.num_draft > 0
                 counts["tried"] += min(output.num_draft, output.num_accepted + 1)
 
-        prompts = [Random(100 * seed + i).choices(range(300, VOCABULARY), k=PROMPT) for i in range(requests)]
-        base = SamplingParams(
-            max_tokens=self.output, temperature=1.0, ignore_eos=True, seeded=False, max_draft_tokens=most
-        )
         offline.on_step = count
-        begin = time.perf_counter()
-        results = offline.generate(prompts, [replace(base, seed=1000 * seed + i) for i in range(requests)])
-        counts["seconds"] = time.perf_counter() - begin
-        gaps = sorted(b - a for one in results for a, b in zip(one.times, one.times[1:], strict=False))
-        return counts | {"p99_gap": gaps[int(0.99 * len(gaps))], "output": sum(len(one.tokens) for one in results)}
+        return offline
+
+    def side_by_side(self, at_a_time: int) -> dict[str, list[dict[str, float]]]:
+        """All ways under this load, by turns of so many seconds each: what each did, part by part."""
+        counts = {name: defaultdict(float) for name in WAYS}
+        outputs: dict[str, list[Output]] = {}
+        flows: dict[str, Iterator[None]] = {}
+        for runner, (name, (most, adaptive)) in zip(self.runners, WAYS.items(), strict=True):
+            offline = self.offline(runner, at_a_time, adaptive, counts[name])
+            prompts, params = self.requests(MANY, most, at_a_time)
+            outputs[name] = [Output() for _ in prompts]
+            flows[name] = offline.steps(prompts, params, outputs[name], [0.0] * len(prompts))
+        parts: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
+        for seconds in (WARM_S, *[self.seconds / PARTS] * PARTS):
+            before = {name: dict(counted) for name, counted in counts.items()}
+            for _ in range(round(seconds / TURN_S)):
+                for name, flow in flows.items():
+                    end = counts[name]["step_s"] + TURN_S
+                    while counts[name]["step_s"] < end:
+                        next(flow)
+            for name, some in parts.items():
+                some.append({key: counts[name][key] - before[name].get(key, 0.0) for key in counts[name]})
+        for name, flow in flows.items():
+            flow.close()
+            gaps = sorted(b - a for one in outputs[name] for a, b in zip(one.times, one.times[1:], strict=False))
+            parts[name][-1]["p99_gap"] = gaps[int(0.99 * len(gaps))]
+        return {name: some[1:] for name, some in parts.items()}
 
     def accepted_share(self, requests: int = 4) -> float:
         """The probability that a drafted token stays, if those before it did."""
@@ -157,23 +197,22 @@ def single(both: Pair, acceptance: float = 0.8) -> dict:
 def loads(both: Pair, acceptance: float) -> list[dict]:
     reached, points = both.dialled_to(acceptance), []
     for load in both.loads:
-        ways = {"none": (0, False), **{f"K={k}": (k, False) for k in FIXED}, "adaptive": (8, True)}
-        runs: dict[str, list[dict]] = defaultdict(list)
-        both.run(max(load, 2), 8, load, adaptive=True, seed=99)
-        for turn in range(both.load_rounds):
-            for name, (most, adaptive) in ways.items():
-                runs[name].append(both.run(max(load, 2), most, load, adaptive, seed=turn))
-        rates = {n: [one["tokens"] / one["decode_s"] for one in found] for n, found in runs.items()}
-        rate = {name: median(some) for name, some in rates.items()}
-        over = {name: median(a / b for a, b in zip(rates["adaptive"], some, strict=True))
-                for name, some in rates.items()}  # fmt: skip
+        parts = both.side_by_side(load)
+        rates = {name: [one["all_tokens"] / one["step_s"] for one in some] for name, some in parts.items()}
+        over = {name: [a / b for a, b in zip(rates["adaptive"], some, strict=True)] for name, some in rates.items()}
+        fixed = min((f"K={k}" for k in FIXED), key=lambda name: median(over[name]))
+        mine = {key: sum(one[key] for one in parts["adaptive"]) for key in parts["adaptive"][0]}
         points.append({
             "acceptance": round(reached, 3), "requests": load,
-            "tokens_per_s": {name: round(value, 2) for name, value in rate.items()},
-            "drafted_per_token": round(median(one["drafted"] / one["tokens"] for one in runs["adaptive"]), 3),
-            "adaptive_over_none": round(over["none"], 3),
-            "adaptive_over_best_fixed": round(min(over[f"K={k}"] for k in FIXED), 3),
-            "p99_gap_ms": {n: round(1e3 * median(one["p99_gap"] for one in found), 1) for n, found in runs.items()},
+            "tokens_per_s": {name: round(median(some), 2) for name, some in rates.items()},
+            "drafted_per_token": round(mine["drafted"] / mine["all_tokens"], 3),
+            "adaptive_over_none": round(median(over["none"]), 3), "error": _error(over["none"]),
+            "adaptive_over_best_fixed": round(median(over[fixed]), 3), "error_of_that": _error(over[fixed]),
+            "p99_gap_ms": {name: round(1e3 * some[-1]["p99_gap"], 1) for name, some in parts.items()},
         })  # fmt: skip
         print(f"  {points[-1]}", flush=True)
     return points
+
+
+def _error(ratios: list[float]) -> float:
+    return round(stdev(ratios) / len(ratios) ** 0.5, 4)

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.controller import Controller, GroupConfig
@@ -66,36 +66,56 @@ class Offline:
         `arrivals`: seconds from now, not falling; None: all at once. Time in which there is nothing to do is skipped,
         not waited for. Raises ValueError for a prompt that the cache can never hold.
         """
-        if arrivals is None:
-            arrivals = [0.0] * len(prompts)
+        outputs = [Output() for _ in prompts]
+        for _ in self.steps(prompts, params, outputs, arrivals or [0.0] * len(prompts)):
+            pass
+        return outputs
+
+    def steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        outputs: Sequence[Output],
+        arrivals: Sequence[float],
+    ) -> Iterator[None]:
+        """The same step by step; the clock stands while the caller does something else, and who stops has nothing left
+        in the engine."""
         scheduler = self.controller.groups[0].scheduler
         for index, (tokens, limit) in enumerate(zip(prompts, params, strict=True)):
             if not scheduler.fits(len(tokens), limit.max_tokens):
                 raise ValueError(f"prompt {index}: the KV cache cannot hold it and its output even alone")
-        outputs = [Output(arrival=arrival, clock=self._now) for arrival in arrivals]
         future: deque[Submit] = deque()
-        for index, (tokens, sink) in enumerate(zip(prompts, outputs, strict=True)):
+        for index, (tokens, sink, arrival) in enumerate(zip(prompts, outputs, arrivals, strict=True)):
+            sink.arrival, sink.clock = arrival, self._now
             hasher = BlockHasher("", self._block_size)
             seq = RunningSequence(str(index), index, tokens, params[index], sink, self.eos_ids, hasher)
             self._running[seq.id] = seq
             most, draft = params[index].max_tokens, params[index].max_draft_tokens or 0
-            request = Request(seq.id, len(tokens), most, sink.arrival, prefix=seq.prefix, max_draft_tokens=draft)
+            request = Request(seq.id, len(tokens), most, arrival, prefix=seq.prefix, max_draft_tokens=draft)
             future.append(Submit(request))
         self._begin = time.perf_counter()
         inputs: list[Input] = []
-        while True:
-            while future and future[0].request.arrival <= self._now():
-                inputs.append(future.popleft())
-            _, batches = self.controller.turn(inputs, self._now())
-            inputs = []
-            if batches:
-                inputs = self._step(batches[0])
-            elif future:
-                self._begin -= future[0].request.arrival - self._now()
-            else:
-                self.engine.step([], [], self._dropped)
-                self._dropped = []
-                return outputs
+        try:
+            while True:
+                while future and future[0].request.arrival <= self._now():
+                    inputs.append(future.popleft())
+                _, batches = self.controller.turn(inputs, self._now())
+                inputs = []
+                if batches:
+                    inputs = self._step(batches[0])
+                    now = self._now()
+                    yield
+                    self._begin = time.perf_counter() - now
+                elif future:
+                    self._begin -= future[0].request.arrival - self._now()
+                else:
+                    return
+        finally:
+            for seq in self._running.values():
+                seq.leave_worker()
+            self._running.clear()
+            self.engine.step([], [], self._dropped)
+            self._dropped = []
 
     def drop(self, handle: int) -> None:
         self._dropped.append(handle)
