@@ -181,15 +181,15 @@ def _by_steps(
     room = np.cumsum(np.bincount(of, requests.outputs, len(models)).astype(np.int64))
     begins = [0, *room[:-1].tolist()]
     outcomes.gaps = {m: found.gaps[begins[m] : end] for m, end in enumerate(found.gap_ends.tolist()) if end > begins[m]}
-    where = np.array(lanes, np.int16)[found.steps[:, 0]]  # small numbers are sorted in one pass
     first = found.took + found.drafting if len(found.drafting) else found.took
-    columns: list[NDArray[Any]] = [where, found.left, found.took, first, found.steps[:, 1]]
+    columns: list[NDArray[Any]] = [found.left, found.took, first, found.steps[:, 1]]
+    bounds = (np.arange(len(result.busy) + 1) > lanes[0]) * len(first)
     if len(set(lanes)) > 1:
+        where = np.array(lanes, np.int16)[found.steps[:, 0]]  # small numbers are sorted in one pass
         order = np.argsort(where, kind="stable")
-        columns = [column[order] for column in columns]
-    bounds = np.searchsorted(columns[0], np.arange(len(result.busy) + 1))
+        columns, bounds = [column[order] for column in columns], np.bincount(where + 1, minlength=len(bounds)).cumsum()
     for g, stages in enumerate(result.busy):
-        _, left, took, first, sizes = (column[bounds[g] : bounds[g + 1]] for column in columns)
+        left, took, first, sizes = (column[bounds[g] : bounds[g + 1]] for column in columns)
         for k in range(len(stages) if len(took) else 0):
             result.spend(g, k, left[:, k], took if k else first, sizes)
 
