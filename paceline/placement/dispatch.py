@@ -15,8 +15,8 @@ Three rules choose among the groups that have the model, the lowest of equals: t
 import numpy as np
 from numba import njit
 
-LAST_STAGE, FINISH, IN_FLIGHT = 0, 1, 2
-RULES = {"last_stage": LAST_STAGE, "finish": FINISH, "in_flight": IN_FLIGHT}
+LAST_STAGE, FINISH, IN_FLIGHT, DEADLINE = range(4)
+RULES = {"last_stage": LAST_STAGE, "finish": FINISH, "in_flight": IN_FLIGHT, "deadline": DEADLINE}
 
 
 @njit(cache=True, inline="always")
@@ -43,6 +43,25 @@ def loading(clocks, weight, bandwidth, stages, now, free):  # type: ignore[no-un
     """When each stage will be free [stages] if weights [stages], bytes, have to come first."""
     for k in range(stages):
         free[k] = max(clocks[k], now) + weight[k] / bandwidth
+
+
+@njit(cache=True)
+def hosts_of(member):  # type: ignore[no-untyped-def]
+    """Groups that have each model of member [groups, models], side by side, and where [models + 1] those of each
+    begin."""
+    groups, count = member.shape
+    begins = np.zeros(count + 1, np.int64)
+    for m in range(count):
+        begins[m + 1] = begins[m]
+        for g in range(groups):
+            begins[m + 1] += member[g, m]
+    hosts, place = np.empty(begins[-1], np.int64), begins[:-1].copy()
+    for g in range(groups):
+        for m in range(count):
+            if member[g, m]:
+                hosts[place[m]] = g
+                place[m] += 1
+    return hosts, begins
 
 
 @njit(cache=True)
@@ -78,17 +97,7 @@ def replay(  # type: ignore[no-untyped-def]
     leaves each stage, and adds up what stages run (busy [groups, stages], seconds).
     """
     groups, widest = member.shape[0], latency.shape[2]
-    begins = np.zeros(member.shape[1] + 1, np.int64)
-    for m in range(member.shape[1]):
-        begins[m + 1] = begins[m]
-        for g in range(groups):
-            begins[m + 1] += member[g, m]
-    hosts, place = np.empty(begins[-1], np.int64), begins[:-1].copy()
-    for g in range(groups):
-        for m in range(member.shape[1]):
-            if member[g, m]:
-                hosts[place[m]] = g
-                place[m] += 1
+    hosts, begins = hosts_of(member)
     to_group, to_stage, margin, overhead = delays
     clocks = np.zeros((groups, widest))
     taken = clocks if to_stage == 0 else clocks.copy()  # what is predicted, and what happens
@@ -119,7 +128,7 @@ def replay(  # type: ignore[no-untyped-def]
             p = shape[g]
             if rule == LAST_STAGE:
                 value = clocks[g, stages[p] - 1]
-            elif rule == FINISH:
+            elif rule in (FINISH, DEADLINE):
                 if bandwidth == 0 or here[g, m]:
                     value = passed(clocks[g], latency[m, p], stages[p], now + to_group)
                 else:
@@ -144,7 +153,7 @@ def replay(  # type: ignore[no-untyped-def]
         asked[chosen] += 1
         p = shape[chosen]
         end = best
-        if rule != FINISH:
+        if rule in (LAST_STAGE, IN_FLIGHT):
             if bandwidth == 0 or here[chosen, m]:
                 end = passed(clocks[chosen], latency[m, p], stages[p], now + to_group)
             else:

@@ -23,8 +23,8 @@ from paceline.placement.problem import Bools, Ints, Problem, assign
 from paceline.placement.tables import ModelTable, ShapeTable
 
 CELL = 64  # devices
-MOST = 20_000  # simulations of local search
-EFFORT = 10_000_000  # simulated requests to spend on local search, for each cell
+MOST = 4_000  # simulations of local search
+EFFORT = 30_000_000  # simulated requests to spend on local search, for each cell
 BUCKETS = 3  # at most
 GAPS = 3  # between latencies, at which buckets may end
 ROUNDS = 24  # of the fast heuristic: with more replicas to place several are placed between simulations

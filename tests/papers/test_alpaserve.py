@@ -87,7 +87,7 @@ def test_two_models_on_two_devices(name):
         assert waited.mean() == pytest.approx(result["expected"]["mean_latency_counting_rejected_as_0_s"], rel=1e-12)
         for share in (50, 99):
             assert np.percentile(waited[good], share) == pytest.approx(result["expected"][f"served_p{share}_s"])
-    ours = plan(problem(case, cluster=cluster(case), rule="finish"), effort=2_000_000)
+    ours = plan(problem(case, cluster=cluster(case), rule="deadline"), effort=2_000_000)
     best = max(result["expected"]["num_good"] for result in case["results"])
     assert ours.outcome.good.sum() >= best
 
@@ -102,7 +102,7 @@ def test_our_simulator_agrees_on_every_placement(name):
             check(result["expected"], finish, owner, good)
 
 
-@pytest.mark.parametrize("rule", ["last_stage", "finish"])
+@pytest.mark.parametrize("rule", ["last_stage", "finish", "deadline"])
 @pytest.mark.parametrize("name", SEARCHES)
 def test_our_placement_is_at_least_as_good_as_the_best_policys(name, rule):
     """By AlpaServe's dispatch, and by ours."""
