@@ -23,8 +23,8 @@ from paceline.placement.problem import Bools, Ints, Problem, assign
 from paceline.placement.tables import ModelTable, ShapeTable
 
 CELL = 64  # devices
-MOST = 4_000  # simulations of local search
 EFFORT = 30_000_000  # simulated requests to spend on local search, for each cell
+MOST = 4_000  # simulations of local search at that effort: with little traffic, making changes is what takes time
 BUCKETS = 3  # at most
 GAPS = 3  # between latencies, at which buckets may end
 ROUNDS = 24  # of the fast heuristic: with more replicas to place several are placed between simulations
@@ -83,7 +83,7 @@ def solve(problem: Problem, effort: int, seed: int, progress: Progress = lambda 
     choices.sort(key=lambda choice: choice.outcome.score, reverse=True)
     progress("local search")
     effort = effort if choices[0].outcome.bad.any() else effort // 10
-    evaluations = min(effort // max(1, len(problem.times)), MOST)
+    evaluations = min(effort // max(1, len(problem.times)), max(1, effort // EFFORT) * MOST)
     tried = [improve(problem, start, evaluations // 6, seed + i) for i, start in enumerate(choices[:3])]
     best = max(tried, key=lambda choice: choice.outcome.score)
     return improve(problem, best, evaluations // 2, seed + len(tried))
