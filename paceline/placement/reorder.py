@@ -26,30 +26,26 @@ def replay_by_deadline(  # type: ignore[no-untyped-def]
 ) -> None:  # fmt: skip
     """Sends requests through a placement. Arguments are those of `dispatch.replay`, which adds up the same."""
     count, groups = len(times), len(shape)
-    due, since, done, at = times + slo[models], np.empty(count), times.copy(), np.full(count, -1)
+    due, since, done, at = np.empty(count), np.empty(count), np.empty(count), np.empty(count, np.int64)
     # who waits at a group: a ring that the group itself, number requests + g, is part of
     links = np.empty((count + groups, 2), np.int64)
     links[count:] = np.arange(count, count + groups)[:, None]
     # when stages are free of those who have begun, and of all
     clocks = np.zeros((3, groups, latency.shape[2]))
+    if whole := len(finish) > 0:
+        done, at = finish, owner
     _replay(
-        times, models, active, slo, latency, stages, shape, *hosts_of(member), margin, asked, ends, due, since, done,
-        at, links, clocks,
+        times, models, active, slo, latency, stages, shape, *hosts_of(member), margin, overhead, good, waited, asked,
+        ends, due, since, done, at, links, clocks,
     )  # fmt: skip
-    done[at >= 0] += overhead
-    met = np.flatnonzero((at >= 0) & (done - times <= slo[models]))
-    good += np.bincount(models[met], minlength=len(good))
-    waited += np.bincount(models[met], (done - times)[met], len(waited))
-    if len(finish):
-        finish[:], owner[:] = done, at
-        for g, p in enumerate(shape):
-            busy[g, : stages[p]] += latency[models[at == g], p, : stages[p]].sum(0)
+    for g, p in enumerate(shape if whole else ()):
+        busy[g, : stages[p]] += latency[models[owner == g], p, : stages[p]].sum(0)
 
 
 @njit(cache=True)
 def _replay(  # type: ignore[no-untyped-def]
-    times, models, active, slo, latency, stages, shape, hosts, begins, margin, asked, ends, due, since, done, at, links,
-    clocks,
+    times, models, active, slo, latency, stages, shape, hosts, begins, margin, overhead, good, waited, asked, ends, due,
+    since, done, at, links, clocks,
 ):  # fmt: skip
     times, models, slo, latency, stages = (
         borrowed(times), borrowed(models), borrowed(slo), borrowed(latency), borrowed(stages),
@@ -80,7 +76,11 @@ def _replay(  # type: ignore[no-untyped-def]
         while links[count + g, AFTER] < count and clocks[BEGUN, g, 0] <= now:
             i = links[count + g, AFTER]
             leave(i)
-            done[i], at[i] = enter(BEGUN, g, i, since[i]), g
+            end, at[i] = enter(BEGUN, g, i, since[i]) + overhead, g
+            done[i] = end
+            if end - times[i] <= slo[models[i]]:
+                good[models[i]] += 1
+                waited[models[i]] += end - times[i]
             for k in range(stages[shape[g]] if ends.shape[0] > 0 else 0):
                 ends[i, k] = clocks[BEGUN, g, k]
 
@@ -152,6 +152,7 @@ def _replay(  # type: ignore[no-untyped-def]
         m, now = models[i], times[i]
         if not active[m]:
             continue
+        due[i], done[i], at[i] = now + slo[m], now, -1
         chosen = soonest(i, -1, now)
         # where it fits nowhere somebody else may go, the last ones first
         place = begins[m]
