@@ -71,16 +71,16 @@ def speed() -> dict:
     plan(expected("S3", 6, 8, 4.0, duration=20.0), effort=1000)  # compiles
     result: dict = {"planning": [], "simulation": []}
     for kind, models, devices in (("S1", 32, 16), ("S3", 60, 24), ("S3", 60, 64)):
-        one = expected(kind, models, devices, 64.0)
-        choice = plan(one, effort=0)
-        begin, count = time.process_time(), 0
-        while time.process_time() - begin < 2.0:
-            one.evaluate(choice.shape, choice.member)
-            count += len(one.times)
-        rate = count / (time.process_time() - begin)
-        result["simulation"].append({
-            "models": models, "devices": devices, "groups": len(choice.shape), "million_requests_per_s": rate / 1e6,
-        })  # fmt: skip
+        choice = plan(expected(kind, models, devices, 64.0), effort=0)
+        row: dict = {"models": models, "devices": devices, "groups": len(choice.shape), "million_requests_per_s": {}}
+        for rule in ("last_stage", "finish", "deadline"):
+            one = expected(kind, models, devices, 64.0, rule=rule)
+            begin, count = time.process_time(), 0
+            while time.process_time() - begin < 2.0:
+                one.evaluate(choice.shape, choice.member)
+                count += len(one.times)
+            row["million_requests_per_s"][rule] = round(count / (time.process_time() - begin) / 1e6, 1)
+        result["simulation"].append(row)
     for models, devices, rate, duration in (
         (24, 16, 40, 200), (24, 64, 40, 200), (60, 24, 64, 200), (60, 64, 64, 200), (60, 64, 128, 200),
         (128, 128, 128, 200), (256, 256, 256, 100), (512, 512, 512, 60), (1024, 1024, 1024, 60),

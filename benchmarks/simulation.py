@@ -1,5 +1,6 @@
 """Autoregressive requests simulated a second, on one core: lengths of the Azure conversation trace, through the
-scheduler that serves, KV blocks and predicted step times included; by rate, and so by how many sequences a step has."""
+scheduler that serves, KV blocks and predicted step times included; by rate, and so by how many sequences a step has.
+The median of the rounds, and the best: what others do on the machine only ever costs time."""
 
 import statistics
 import time
@@ -18,19 +19,19 @@ from paceline.workload.trace import Trace, joint_lengths, load
 from tests.reference import root
 
 CASES = ["one_group"]
-REQUESTS, RATES, ROUNDS = 100_000, (0.3, 1.0, 3.0, 6.0, 8.0), 3
+REQUESTS, RATES, ROUNDS = 20_000, (0.3, 1.0, 3.0, 6.0, 8.0), 15
 
 
 def run(case: str) -> dict:
     known = load(root() / "sarathi/traces/azure_2023_conv.csv", "m")
     lengths = joint_lengths(list(zip(known.prompts.tolist(), known.outputs.tolist(), strict=True)), 0)
     simulated(100, 1.0, lengths)  # compiles
+    rounds = [[simulated(REQUESTS, rate, lengths) for rate in RATES] for _ in range(ROUNDS)]
     rows = []
-    for rate in RATES:
-        rounds = [simulated(REQUESTS, rate, lengths) for _ in range(ROUNDS)]
-        rows.append(rounds[0] | {key: round(statistics.median(one[key] for one in rounds)) for key in
-                                 ("requests_per_s", "tokens_per_s")})  # fmt: skip
-    return {"goal_requests_per_s": 100_000, "rates": rows}
+    for some in zip(*rounds, strict=True):
+        rates = [one.pop("requests_per_s") for one in some]
+        rows.append(some[0] | {"requests_per_s": round(statistics.median(rates)), "best_requests_per_s": max(rates)})
+    return {"goal_requests_per_s": 100_000, "rounds": ROUNDS, "rates": rows}
 
 
 def simulated(requests: int, rate: float, lengths) -> dict:
@@ -43,6 +44,5 @@ def simulated(requests: int, rate: float, lengths) -> dict:
     begin = time.process_time()
     outcome = run_fleet([model], placement, trace, one, 2**36).outcomes
     seconds = time.process_time() - begin
-    tokens = int(outcome.outputs.sum())
-    return {"rate": rate, "requests": len(trace), "tokens": tokens, "requests_per_s": round(len(trace) / seconds),
-            "tokens_per_s": round(tokens / seconds)}  # fmt: skip
+    return {"rate": rate, "requests": len(trace), "tokens": int(outcome.outputs.sum()),
+            "requests_per_s": round(len(trace) / seconds)}  # fmt: skip
