@@ -32,14 +32,15 @@ def improve(problem: Problem, choice: Choice, evaluations: int, seed: int) -> Ch
             break  # steps are slow to simulate, and all goals are met
         move = MOVES[np.searchsorted(shares, random.random(), side="right")][0]
         change = move(problem, best, random)
-        spent += DRAWN
+        cost = 1.0 if best.outcome.bad.any() else 10.0  # where all goals are met only speed is to be gained
+        spent += DRAWN * cost
         if change is None:
             continue
-        spent += share
+        spent += share * cost
         bad = beginning.evaluate(*change).bad.sum() if share else least
         if bad > least + CLEARLY * (least + 1) ** 0.5:
             continue
-        spent += 1
+        spent += cost
         tried = Choice(*change, problem.evaluate(*change))
         if tried.outcome.score >= best.outcome.score:
             best, least = tried, bad

@@ -82,7 +82,6 @@ def solve(problem: Problem, effort: int, seed: int, progress: Progress = lambda 
             choices += [choice for choice in [in_buckets(problem, cuts, likely)] if choice]
     choices.sort(key=lambda choice: choice.outcome.score, reverse=True)
     progress("local search")
-    effort = effort if choices[0].outcome.bad.any() else effort // 10
     evaluations = min(effort // max(1, len(problem.times)), max(1, effort // EFFORT) * MOST)
     tried = [improve(problem, start, evaluations // 6, seed + i) for i, start in enumerate(choices[:3])]
     best = max(tried, key=lambda choice: choice.outcome.score)
