@@ -62,8 +62,10 @@ def policies(one: Problem) -> dict[str, float]:
     """Attainment of ours, of AlpaServe's search without ours behind it, and of what it was compared with."""
     theirs = Problem(one.cluster, one.tables, one.slo, one.times, one.models, "last_stage", one.timing)
     parts = baselines.clockwork(theirs, 50.0)
+    ours = Problem(one.cluster, one.tables, one.slo, one.times, one.models, "deadline", one.timing)
     return {
         "paceline": plan(one, effort=3_000_000).outcome.attainment,
+        "paceline, by deadlines": plan(ours, effort=3_000_000).outcome.attainment,
         "one shape for all": max(uniform(theirs, p).outcome.attainment for p in range(len(one.shapes))),
         "selective replication": baselines.selective_replication(theirs).outcome.attainment,
         "Clockwork++": sum(int(choice.outcome.good.sum()) for _, choice in parts) / max(1, len(one.times)),

@@ -59,7 +59,7 @@ def traffic(models: int, rate: float, cv: float, duration: float, seed: int = 0)
 
 def expected(
     kind: str, models: int, devices: int, rate: float, cv: float = 4.0, scale: float = 5.0, duration: float = 200.0,
-    rule: str = "deadline", memory: int = MEMORY,
+    rule: str = "finish", memory: int = MEMORY,
 ) -> Problem:  # fmt: skip
     """A set of models of one kind, and its traffic; goals are `scale` times the latency on one device."""
     known = tables(KINDS[kind], models)

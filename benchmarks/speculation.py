@@ -108,10 +108,9 @@ class Pair:
         parts: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
         for seconds in (WARM_S, *[self.seconds / PARTS] * PARTS):
             before = {name: dict(counted) for name, counted in counts.items()}
-            for _ in range(round(seconds / TURN_S)):
+            for turn in range(round(seconds / TURN_S)):
                 for name, flow in flows.items():
-                    end = counts[name]["step_s"] + TURN_S
-                    while counts[name]["step_s"] < end:
+                    while counts[name]["step_s"] - before[name].get("step_s", 0.0) < (turn + 1) * TURN_S:
                         next(flow)
             for name, some in parts.items():
                 some.append({key: counts[name][key] - before[name].get(key, 0.0) for key in counts[name]})

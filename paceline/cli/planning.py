@@ -128,7 +128,7 @@ class Planned:
         known = model.by_steps is not None and parallel in model.table.shapes
         return model.share(parallel) if known else None
 
-    def problem(self, trace: Trace, rule: str = "deadline", cluster: Cluster | None = None) -> Problem:
+    def problem(self, trace: Trace, rule: str = "finish", cluster: Cluster | None = None) -> Problem:
         """To place the models for this traffic. A stepwise model keeps room for KV of two mean requests at least."""
         slo = [np.inf if model.slo.deadline is None else model.slo.deadline for model in self.models]
         tokens = [_mean(trace.prompts + trace.outputs, trace.models == m) for m in range(len(self.models))]

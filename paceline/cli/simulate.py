@@ -27,9 +27,7 @@ def simulate(
     out: Annotated[Path, typer.Option(help="Directory for requests.csv and report.json.")],
     profile: Annotated[Path | None, typer.Option(help="Profile file; default: profiles measured here.")] = None,
     memory: Annotated[str | None, typer.Option(help="Of a device, such as 6GiB, instead of the fleet file's.")] = None,
-    dispatch: Annotated[
-        str | None, typer.Option(help=f"Of one-shot requests: {', '.join(RULES)}; default: deadline, if it can.")
-    ] = None,
+    dispatch: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}, of one-shot requests.")] = "finish",
     timing: Annotated[str, typer.Option(help=f"One of {', '.join(TIMINGS)}: what is added to stages.")] = "plain",
     plot: Annotated[bool, typer.Option(help="Draw timeline.png, too: what each stage ran when.")] = False,
 ) -> None:
@@ -37,7 +35,6 @@ def simulate(
 
     Example: paceline simulate fleet.yaml --placement placement.json --trace trace.csv --out results
     """
-    dispatch = dispatch or ("in_flight" if timing == "alpaserve_events" else "deadline")
     for option, value, valid in (("dispatch", dispatch, RULES), ("timing", timing, TIMINGS)):
         if value not in valid:
             raise ValueError(f"{option}: {value!r} is not one of {', '.join(valid)}")

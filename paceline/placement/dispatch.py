@@ -15,7 +15,7 @@ Three rules choose among the groups that have the model, the lowest of equals: t
 import numpy as np
 from numba import njit
 
-LAST_STAGE, FINISH, IN_FLIGHT, DEADLINE = range(4)
+LAST_STAGE, FINISH, IN_FLIGHT, DEADLINE = range(4)  # the last one: `reorder`
 RULES = {"last_stage": LAST_STAGE, "finish": FINISH, "in_flight": IN_FLIGHT, "deadline": DEADLINE}
 
 
@@ -128,7 +128,7 @@ def replay(  # type: ignore[no-untyped-def]
             p = shape[g]
             if rule == LAST_STAGE:
                 value = clocks[g, stages[p] - 1]
-            elif rule in (FINISH, DEADLINE):
+            elif rule == FINISH:
                 if bandwidth == 0 or here[g, m]:
                     value = passed(clocks[g], latency[m, p], stages[p], now + to_group)
                 else:
@@ -153,7 +153,7 @@ def replay(  # type: ignore[no-untyped-def]
         asked[chosen] += 1
         p = shape[chosen]
         end = best
-        if rule in (LAST_STAGE, IN_FLIGHT):
+        if rule != FINISH:
             if bandwidth == 0 or here[chosen, m]:
                 end = passed(clocks[chosen], latency[m, p], stages[p], now + to_group)
             else:

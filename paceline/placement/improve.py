@@ -1,9 +1,9 @@
 """Local search: from a placement to a better one, a change at a time.
 
 What the paper's search cannot reach: groups of different shapes beside each other, models that share a group because it
-turned out well, replicas that only stand in the way of others. A change is tried by simulation, first of the beginning
-of the traffic, which most do not survive, and kept if the score is not worse. Which changes are tried is drawn at
-random, the more unserved requests a model has the likelier it is to gain; the same seed gives the same placement.
+turned out well, replicas that only stand in the way of others. A change is tried by simulation, first of a tenth of the
+traffic, which most do not survive, and kept if the score is not worse. Which changes are tried is drawn at random, the
+more unserved requests a model has the likelier it is to gain; the same seed gives the same placement.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,8 @@ import numpy as np
 from paceline.placement.greedy import Choice
 from paceline.placement.problem import Bools, Ints, Problem, assign
 
-FIRST = 0.1  # share of the traffic that a change is first tried on
-CLEARLY = 0.5  # of the standard deviation of what is unserved there (Poisson's): more than that is worse, and dropped
-DRAWN = 0.02  # of a simulation, for making a change
+FIRST, WINDOWS = 0.1, 8  # share of the traffic that a change is first tried on, in so many places
+CLEARLY = 0.5  # of the standard deviation of what is unserved there (Poisson's): more than that, and one, is worse
 Change = tuple[Ints, Bools] | None
 Move = Callable[[Problem, Choice, np.random.Generator], Change]
 
@@ -24,21 +23,20 @@ def improve(problem: Problem, choice: Choice, evaluations: int, seed: int) -> Ch
     """The best placement found with as much simulation as so many of all the traffic take."""
     random, best, spent = np.random.default_rng(seed), choice, 0.0
     shares = np.cumsum([weight for _, weight in MOVES]) / sum(weight for _, weight in MOVES)
-    share = 0.0 if problem.judge else FIRST
-    beginning = problem.beginning(share)
-    least = beginning.evaluate(best.shape, best.member).bad.sum()
+    first = None if problem.judge else problem.some(FIRST, WINDOWS)
+    least = first.evaluate(best.shape, best.member).bad.sum() if first else 0
     while spent < evaluations:
-        if problem.judge and not best.outcome.bad.any():
-            break  # steps are slow to simulate, and all goals are met
+        served = not best.outcome.bad.any()
+        if problem.judge and served:
+            break  # steps are slow to simulate
         move = MOVES[np.searchsorted(shares, random.random(), side="right")][0]
         change = move(problem, best, random)
-        cost = 1.0 if best.outcome.bad.any() else 10.0  # where all goals are met only speed is to be gained
-        spent += DRAWN * cost
+        cost = 10.0 if served else 1.0  # only speed is to be gained
+        spent += FIRST * cost
         if change is None:
             continue
-        spent += share * cost
-        bad = beginning.evaluate(*change).bad.sum() if share else least
-        if bad > least + CLEARLY * (least + 1) ** 0.5:
+        bad = first.evaluate(*change).bad.sum() if first else least
+        if bad > least + 1 + CLEARLY * least**0.5:
             continue
         spent += cost
         tried = Choice(*change, problem.evaluate(*change))

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.cluster import KV_SHARE, Cluster, Group, Parallel, Placement
-from paceline.placement.dispatch import DEADLINE, RULES, replay
+from paceline.placement.dispatch import RULES, replay
 from paceline.placement.reorder import replay_by_deadline
 from paceline.placement.tables import ModelTable
 
@@ -83,7 +83,7 @@ class Problem:
     slo: Sequence[float]  # seconds from arrival to finish, by model
     times: Floats  # arrivals, not falling
     models: NDArray[np.int32]  # of each request
-    rule: str = "deadline"  # of dispatch
+    rule: str = "finish"  # of dispatch
     timing: Timing = Timing()
     reserve: Sequence[int] = ()  # bytes beside the weights, by model, over all devices of its group (its KV cache)
     kinds: Sequence[int] = ()  # of the models: a group has models of one kind
@@ -97,9 +97,9 @@ class Problem:
     evaluations: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        if self.rule == "deadline" and (self.timing.to_group or self.timing.to_stage):
+        if self.rule == "deadline" and (self.timing.to_group or self.timing.to_stage or self.cluster.load_bandwidth):
             others = ", ".join(rule for rule in RULES if rule != self.rule)
-            raise ValueError(f"dispatch: 'deadline' knows no time on the way to a group; {others} do")
+            raise ValueError(f"dispatch: 'deadline' knows no way to a group and no models that load; {others} do")
         known = {p for table in self.tables for p in table.shapes}
         self.shapes = sorted(
             p for p in known if p.devices <= self.cluster.devices and p.tensor <= self.cluster.devices_per_node
@@ -142,8 +142,7 @@ class Problem:
         if self.judge and not whole:
             self.judge(self, shape, member, active, out)
             return out
-        rule = RULES[self.rule]
-        if rule == DEADLINE and self.cluster.load_bandwidth == 0:
+        if self.rule == "deadline":
             replay_by_deadline(
                 self.times, self.models, active, self.goal, self.latency, self.stages, shape, member,
                 self.timing.margin, self.timing.overhead, out.good, out.waited, out.asked, out.busy, out.finish,
@@ -152,17 +151,19 @@ class Problem:
             return out
         steps = (member * self.working.T[shape]).max(1, initial=0.0)  # the largest of each group
         replay(
-            self.times, self.models, active, self.goal, self.latency, self.stages, shape, member, rule,
+            self.times, self.models, active, self.goal, self.latency, self.stages, shape, member, RULES[self.rule],
             self.timing[1:5], self.weight, self.cluster.memory - steps,
             float(self.cluster.load_bandwidth),
             out.good, out.waited, out.asked, out.busy, out.finish, out.owner, out.ends,
         )  # fmt: skip
         return out
 
-    def beginning(self, share: float) -> "Problem":
-        """The same with the first of the traffic only."""
-        count = int(share * len(self.times))
-        return replace(self, times=self.times[:count], models=self.models[:count])
+    def some(self, share: float, windows: int) -> "Problem":
+        """The same with that share of the traffic only, in so many windows spread over it. Not with a judge, who knows
+        one traffic."""
+        assert not self.judge
+        at = np.arange(len(self.times)) * windows / max(1, len(self.times))
+        return replace(self, times=self.times[at % 1 < share], models=self.models[at % 1 < share])
 
     def arrays(self, placement: Placement) -> tuple[Ints, Bools]:
         """Raises ValueError for a shape or a model that there is no table of."""

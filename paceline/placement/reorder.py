@@ -5,19 +5,35 @@ still go to another group. A newcomer is accepted where it and all who wait ther
 finish it first. Where it fits nowhere, one that waits changes its group, if both are in time then. So nobody who was
 accepted is late for those who come after.
 
-On one machine the order by deadlines keeps all goals if any order does (Jackson, 1955). For stages it is a heuristic.
+On one machine the order by deadlines keeps all goals if any order does (Jackson, 1955). For stages it is a heuristic,
+and so is how most are refused who would pass others: by what their last stage adds to the end of all. Time grows with
+those who wait, so a group should not have goals of hours beside goals of seconds.
 """
 
 # mypy: disable-error-code=call-arg
 
 import numpy as np
 from numba import njit
+from numba.extending import intrinsic
 
-from paceline.placement.borrowed import borrowed
 from paceline.placement.dispatch import hosts_of
 
+TRIED = 16  # of those who wait at a group, the last ones: who may make room for a newcomer
 BEFORE, AFTER = range(2)
 BEGUN, ALL, TRIAL = range(3)
+
+
+@intrinsic
+def borrowed(typing, array):  # type: ignore[no-untyped-def]
+    """The same array without a claim to its memory, which the caller holds. Numba counts references wherever a function
+    is handed an array, which took most of the time."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        view = context.make_array(array)(context, builder, arguments[0])
+        view.meminfo, view.parent = (x.type(None) for x in (view.meminfo, view.parent))
+        return view._getvalue()
+
+    return array(array), generate
 
 
 def replay_by_deadline(  # type: ignore[no-untyped-def]
@@ -47,6 +63,7 @@ def _replay(  # type: ignore[no-untyped-def]
     times, models, active, slo, latency, stages, shape, hosts, begins, margin, overhead, good, waited, asked, ends, due,
     since, done, at, links, clocks,
 ):  # fmt: skip
+    """Each request in turn. What is done with a group's line stands first, in functions that are compiled into it."""
     times, models, slo, latency, stages = (
         borrowed(times), borrowed(models), borrowed(slo), borrowed(latency), borrowed(stages),
     )  # fmt: skip
@@ -154,12 +171,13 @@ def _replay(  # type: ignore[no-untyped-def]
             continue
         due[i], done[i], at[i] = now + slo[m], now, -1
         chosen = soonest(i, -1, now)
-        # where it fits nowhere somebody else may go, the last ones first
+        # where it fits nowhere somebody else may go
         place = begins[m]
         while chosen < 0 and place < begins[m + 1]:
             g = hosts[place]
-            other = links[count + g, BEFORE]
-            while chosen < 0 and other < count:
+            other, tries = links[count + g, BEFORE], 0
+            while chosen < 0 and other < count and tries < TRIED:
+                tries += 1
                 before, to = links[other, BEFORE], soonest(other, g, now)
                 if to >= 0 and joined(g, i, other, now) < np.inf:
                     leave(other)

@@ -23,8 +23,8 @@ from paceline.placement.problem import Bools, Ints, Problem, assign
 from paceline.placement.tables import ModelTable, ShapeTable
 
 CELL = 64  # devices
-EFFORT = 30_000_000  # simulated requests to spend on local search, for each cell
-MOST = 4_000  # simulations of local search at that effort: with little traffic, making changes is what takes time
+EFFORT = 60_000_000  # simulated requests to spend on local search, for each cell
+MOST = 8_000  # simulations of local search at that effort: with little traffic, making changes is what takes time
 BUCKETS = 3  # at most
 GAPS = 3  # between latencies, at which buckets may end
 ROUNDS = 24  # of the fast heuristic: with more replicas to place several are placed between simulations

@@ -67,7 +67,7 @@ class Offline:
         not waited for. Raises ValueError for a prompt that the cache can never hold.
         """
         outputs = [Output() for _ in prompts]
-        for _ in self.steps(prompts, params, outputs, arrivals or [0.0] * len(prompts)):
+        for _ in self.steps(prompts, params, outputs, [0.0] * len(prompts) if arrivals is None else arrivals):
             pass
         return outputs
 
@@ -78,8 +78,8 @@ class Offline:
         outputs: Sequence[Output],
         arrivals: Sequence[float],
     ) -> Iterator[None]:
-        """The same step by step; the clock stands while the caller does something else, and who stops has nothing left
-        in the engine."""
+        """The same step by step; the clock stands while the caller does something else. Who stops leaves nothing in the
+        engine, but a controller that is good for nothing."""
         scheduler = self.controller.groups[0].scheduler
         for index, (tokens, limit) in enumerate(zip(prompts, params, strict=True)):
             if not scheduler.fits(len(tokens), limit.max_tokens):

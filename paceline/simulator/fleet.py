@@ -151,6 +151,7 @@ def _one_shot(problem: Problem, shape: np.ndarray, member: np.ndarray, active: n
     owner = np.where(served, out.owner, -1)
     for g in set(owner[served].tolist()):
         here = np.flatnonzero(owner == g)
+        here = here[np.argsort(out.ends[here, 0], kind="stable")]  # who waited may have been passed
         for k in range(len(result.busy[g])):
             took = problem.latency[problem.models[here], shape[g], k]
             result.spend(g, k, out.ends[here, k], took, np.ones(len(here)))
@@ -183,7 +184,7 @@ def _by_steps(
     outcomes.gaps = {m: found.gaps[begins[m] : end] for m, end in enumerate(found.gap_ends.tolist()) if end > begins[m]}
     first = found.took + found.drafting if len(found.drafting) else found.took
     columns: list[NDArray[Any]] = [found.left, found.took, first, found.steps[:, 1]]
-    bounds = (np.arange(len(result.busy) + 1) > lanes[0]) * len(first)
+    bounds = (np.arange(len(result.busy) + 1) > min(lanes, default=0)) * len(first)
     if len(set(lanes)) > 1:
         where = np.array(lanes, np.int16)[found.steps[:, 0]]  # small numbers are sorted in one pass
         order = np.argsort(where, kind="stable")

@@ -1,5 +1,7 @@
 """Requests that wait by their deadlines: what they gain, and that nobody who was accepted pays for it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -74,7 +76,6 @@ def test_who_is_accepted_is_in_time_and_stages_run_one_at_a_time(seed):
     counted = one.evaluate(shape, member)
     assert counted.good.tolist() == outcome.good.tolist() and counted.asked.tolist() == outcome.asked.tolist()
     accepted = outcome.owner >= 0
-    assert (outcome.finish - one.times)[accepted].max() <= one.goal.max()
     assert ((outcome.finish - one.times) <= one.goal[one.models])[accepted].all()
     assert np.bincount(one.models[accepted], minlength=5).tolist() == outcome.good.tolist()
     assert outcome.asked.sum() == member.any(0)[one.models].sum()
@@ -102,6 +103,24 @@ def test_it_serves_more_than_first_come_first_served():
     assert good["deadline"] > 1.02 * good["finish"]
 
 
-def test_it_knows_no_time_on_the_way():
+def test_only_active_models_are_there():
+    one = bursty(seconds=(0.1, 0.2), rule="deadline", rate=6.0)
+    shape, both = np.array([one.shapes.index(ONE)]), np.ones((1, 2), bool)
+    alone = one.evaluate(shape, np.array([[False, True]]))
+    outcome = one.evaluate(shape, both, active=np.array([False, True]))
+    assert outcome.good.tolist() == alone.good.tolist() and outcome.requests[0] == outcome.good[0] == 0
+    assert outcome.asked.tolist() == [one.requests[1]]
+
+
+def test_who_has_no_goal_waits_behind_those_who_have():
+    case = [1.0, 0.5], [np.inf, 1.0], [(0.0, 0), (0.1, 0), (0.2, 0), (0.3, 1), (1.2, 0), (1.3, 1)]
+    late = [1.0, 2.0, 3.0, np.nan, 4.0, np.nan]
+    assert served(small(*case, "deadline"), [[1, 1]]) == pytest.approx(late, nan_ok=True)
+    case = [1.0, 0.5], [np.inf, 1.5], *case[2:]
+    assert served(small(*case, "deadline"), [[1, 1]]) == pytest.approx([1.0, 3.0, 4.0, 1.5, 5.0, 2.0])
+
+
+@pytest.mark.parametrize("changes", [{"timing": Timing(to_group=0.1)}, {"cluster": Cluster(1, 100, load_bandwidth=1)}])
+def test_it_knows_no_time_on_the_way(changes):
     with pytest.raises(ValueError, match=r"dispatch: 'deadline' .* in_flight"):
-        bursty(rule="deadline", timing=Timing(to_group=0.1))
+        replace(small([1.0], [1.0], [(0.0, 0)], "deadline"), **changes)

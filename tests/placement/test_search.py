@@ -259,3 +259,14 @@ def test_placements_name_their_mistakes():
         one.arrays(Placement((Group((0,), Parallel(), ("x",)),)))
     with pytest.raises(ValueError, match=r"groups.0.parallel: 'm0' has no shape \(1,3\)"):
         one.arrays(Placement((Group((0, 1, 2), Parallel(1, 3), ("m0",)),)))
+
+
+def test_a_search_with_nothing_to_change_ends():
+    one = problem(seconds=(0.1,), devices=1, rate=20.0)
+    assert plan(one, effort=10**7).outcome.bad.any() and one.evaluations < 10
+
+
+def test_little_traffic_is_searched_as_well():
+    times, models = np.array([0.0, 0.0, 0.1]), np.array([0, 1, 2], np.int32)
+    tables = [table(f"m{i}", 0.1, 2 * GB) for i in range(3)]
+    assert plan(Problem(Cluster(3, 2 * GB), tables, [0.15] * 3, times, models), effort=1000).outcome.good.sum() == 3

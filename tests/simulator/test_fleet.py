@@ -146,6 +146,30 @@ def test_bubbles_are_what_a_stage_waits_while_its_group_works():
     assert rows[0]["utilization"] == pytest.approx(3 / 22)
 
 
+def test_bubbles_are_those_of_the_order_in_which_requests_ran():
+    long, short = encoder("long", 1.0), encoder("short", 0.1)
+    trace = Trace(np.array([0.0, 0.1, 0.2]), np.array([0, 0, 1]), np.full(3, 9), np.zeros(3, int), ("long", "short"))
+    placement = Placement((Group((0, 1), Parallel(2), ("long", "short")),))
+    problem = Problem(
+        Cluster(2, 8 * GB), [long.table, short.table], [5.0, 1.0], trace.arrivals, trace.models, "deadline"
+    )
+    result = run([long, short], placement, trace, problem)
+    assert result.outcomes.finishes.tolist() == pytest.approx([1.0, 1.55, 1.05])
+    rows = result.devices(placement)
+    assert [row["busy_s"] for row in rows] == pytest.approx([1.05, 1.05])
+    assert [row["bubble_s"] for row in rows] == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize("hosting", [[], [("enc", Parallel())], [("enc", Parallel()), ("dec", Parallel(2))]])
+def test_placements_without_a_model_with_steps_or_with_one_behind_others(hosting):
+    result, placement, trace = fleet([encoder("enc"), decoder("dec")], [(p, [name]) for name, p in hosting])
+    named = np.array(trace.names)[trace.models]
+    for name in ("enc", "dec"):
+        rejected = result.outcomes.statuses[named == name] == 1
+        assert rejected.all() != (name in dict(hosting))
+    assert [row["busy_s"] > 0 for row in result.devices(placement)] == [True] * sum(p.devices for _, p in hosting)
+
+
 def test_a_request_goes_where_it_fits():
     small, large = (GroupConfig(("a",), SchedulerConfig(num_blocks=count)) for count in (4, 400))
     controller = Controller([small, large])
