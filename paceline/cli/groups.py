@@ -21,7 +21,8 @@ from paceline.runtime.fleet import WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.runtime.ray_process import RayCluster
 
-EVALUATIONS = 30  # of local search in planning, where every one simulates steps: `paceline plan` takes more
+# of local search in planning, where every one simulates steps; else requests to simulate: `paceline plan` takes more
+EVALUATIONS, REQUESTS = 30, 10_000_000
 OVERHEAD = 640 << 20  # bytes of a worker beside its models: interpreter, libraries, the largest step
 BLOCK_SIZE = SchedulerConfig().block_size
 Limits = dict[str, int | None]
@@ -56,8 +57,7 @@ def plan(file: FleetFile, known: Planned) -> Placement:
     """For the traffic that the fleet file expects. Models for which there is no memory are loaded by need."""
     expected = traffic(file, known, None, None, 0)
     problem = known.problem(expected)
-    effort = {"effort": EVALUATIONS * len(expected)} if known.stepwise else {}
-    choice = search(problem, **effort)
+    choice = search(problem, EVALUATIONS * len(expected) if known.stepwise else REQUESTS)
     return complete(problem.placement(choice.shape, choice.member), known.names)
 
 

@@ -16,6 +16,7 @@ from paceline.cli import fleet_file
 from paceline.cli.planning import FEWEST, Planned, check_parent, names_of, planned, save_placement, traffic
 from paceline.core.cluster import Placement
 from paceline.placement import explain
+from paceline.placement.dispatch import RULES
 from paceline.placement.greedy import Choice
 from paceline.placement.problem import Problem
 from paceline.placement.search import EFFORT
@@ -40,6 +41,7 @@ def plan(
     effort: Annotated[
         int | None, typer.Option(min=0, help=f"Requests to simulate in local search; default {EFFORT:.0e} a cell.")
     ] = None,
+    dispatch: Annotated[str, typer.Option(help=f"Of one-shot requests: {', '.join(RULES)}.")] = "finish",
     quiet: Annotated[bool, typer.Option(help="Without the reasons.")] = False,
     watch: Annotated[
         str | None, typer.Option(help="URL of a Paceline server: plan for its traffic of late, again and again.")
@@ -56,7 +58,7 @@ def plan(
         raise ValueError("duration: is of workloads, and --trace or --watch has its own")
     if trace and watch:
         raise ValueError("trace, watch: one of them, not both")
-    options = (profile, out, devices, memory, duration, seed, seeds, effort, quiet)
+    options = (profile, out, devices, memory, duration, seed, seeds, effort, dispatch, quiet)
     if watch is None:
         make(fleet, trace, *options)
         return
@@ -94,13 +96,14 @@ def make(
     seed: int,
     seeds: int,
     effort: int | None,
+    dispatch: str,
     quiet: bool,
 ) -> None:
     """Plans, prints the placement and why, and writes it."""
     file = fleet_file.load(fleet)
     known = planned(file, profile, None, devices, memory)
     expected = traffic(file, known, trace, duration, seed)
-    problem = known.problem(expected)
+    problem = known.problem(expected, dispatch)
     begin, cpu = time.perf_counter(), time.process_time()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bars:
@@ -122,7 +125,7 @@ def make(
             others = [expected.between(a, b) for a, b in zip(edges, edges[1:], strict=False)]
         else:
             others = [traffic(file, known, None, duration, seed + 1 + i) for i in range(seeds)]
-        judged = [known.problem(other).evaluate(choice.shape, choice.member) for other in others]
+        judged = [known.problem(other, dispatch).evaluate(choice.shape, choice.member) for other in others]
     console = Console()
     console.print(groups_table(problem, choice, placement))
     console.print(models_table(known, choice, judged, "parts of the trace" if recorded else "other seeds"))

@@ -35,9 +35,8 @@ def simulate(
 
     Example: paceline simulate fleet.yaml --placement placement.json --trace trace.csv --out results
     """
-    for option, value, valid in (("dispatch", dispatch, RULES), ("timing", timing, TIMINGS)):
-        if value not in valid:
-            raise ValueError(f"{option}: {value!r} is not one of {', '.join(valid)}")
+    if timing not in TIMINGS:
+        raise ValueError(f"timing: {timing!r} is not one of {', '.join(TIMINGS)}")
     check_parent("out", out)
     if plot:
         picture()

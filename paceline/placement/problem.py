@@ -97,6 +97,8 @@ class Problem:
     evaluations: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        if self.rule not in RULES:
+            raise ValueError(f"dispatch: {self.rule!r} is not one of {', '.join(RULES)}")
         if self.rule == "deadline" and (self.timing.to_group or self.timing.to_stage or self.cluster.load_bandwidth):
             others = ", ".join(rule for rule in RULES if rule != self.rule)
             raise ValueError(f"dispatch: 'deadline' knows no way to a group and no models that load; {others} do")

@@ -56,8 +56,9 @@ def paceline(folder: Path, *arguments: str, code: int = 0) -> str:
     return done.stdout if code == 0 else done.stderr
 
 
-def test_from_workloads_to_outcomes(folder):
-    known = ["--profile", "profile.json"]
+@pytest.mark.parametrize("dispatch", ["finish", "deadline"])
+def test_from_workloads_to_outcomes(folder, dispatch):
+    known = ["--profile", "profile.json", "--dispatch", dispatch]
     table = paceline(folder, "trace", "make", "fleet.yaml", "--duration", "60", "--out", "trace.csv")
     assert "requests in" in table
     options = ["--trace", "trace.csv", "--out", "p.json", "--effort", "200000"]
@@ -77,6 +78,8 @@ def test_from_workloads_to_outcomes(folder):
     assert [device["device"] for device in summary["devices"]] == [0, 1, 2, 3]
     assert (folder / "r/timeline.png").stat().st_size > 5000
     assert f"{summary['attainment']:.2%}" in told  # as planned
+    known[-1] = "luck"
+    assert "dispatch: 'luck' is not one of last_stage, finish" in paceline(folder, "plan", "fleet.yaml", *known, code=2)
 
 
 def test_traces_are_described_and_rescaled(folder):
