@@ -9,7 +9,8 @@ A group may have more models than its devices hold, the others in host memory. T
 is first taken for as long as its weights need to come, and the models that were not used for longest give way.
 
 Three rules choose among the groups that have the model, the lowest of equals: the one whose last stage frees first
-(AlpaServe's code), the one that would finish the request first, the one with the fewest requests in flight.
+(AlpaServe's code), the one that would finish the request first, the one with the fewest requests in flight. A fourth,
+by deadlines, is in `reorder`.
 """
 
 import numpy as np
