@@ -14,6 +14,7 @@ from paceline.placement.greedy import Choice
 from paceline.placement.problem import Bools, Ints, Problem, assign
 
 FIRST, WINDOWS = 0.1, 8  # share of the traffic that a change is first tried on, in so many places
+LEAST = 4000  # requests: with fewer to make a change takes longer than to try it
 CLEARLY = 0.5  # of the standard deviation of what is unserved there (Poisson's): more than that, and one, is worse
 Change = tuple[Ints, Bools] | None
 Move = Callable[[Problem, Choice, np.random.Generator], Change]
@@ -23,7 +24,8 @@ def improve(problem: Problem, choice: Choice, evaluations: int, seed: int) -> Ch
     """The best placement found with as much simulation as so many of all the traffic take."""
     random, best, spent = np.random.default_rng(seed), choice, 0.0
     shares = np.cumsum([weight for _, weight in MOVES]) / sum(weight for _, weight in MOVES)
-    first = None if problem.judge else problem.some(FIRST, WINDOWS)
+    small = problem.judge or len(problem.times) < LEAST
+    first = None if small else problem.some(FIRST, WINDOWS)
     least = first.evaluate(best.shape, best.member).bad.sum() if first else 0
     while spent < evaluations:
         served = not best.outcome.bad.any()
