@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-WHOLE_PROMPTS = "prefill_first"  # the policy of encoders: who looks at the whole text takes no chunks
+WHOLE_PROMPTS = "whole_prompts"  # the policy of encoders: who looks at the whole text takes no chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,6 +262,7 @@ POLICIES = {
     "request_level": Policy(REQUEST_LEVEL, reserves=True, widest=whole_prompts),
     "orca": Policy(ORCA, reserves=True, widest=whole_prompts),
     "prefill_first": Policy(PREFILL_FIRST, widest=whole_prompts),
+    "whole_prompts": Policy(PREFILL_FIRST, by_goal=True, widest=whole_prompts),
     "prefill_first_padded": Policy(PADDED, widest=whole_prompts),
     "sarathi_2023": Policy(SARATHI_2023, widest=chunk_and_decodes),
     "sarathi_2023_tile_aligned": Policy(TILE_ALIGNED, widest=chunk_and_decodes),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.batching.budget import GoalBudget
-from paceline.batching.config import SchedulerConfig
+from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import StepShape
 from paceline.core.events import Unreachable
@@ -73,11 +73,23 @@ def test_whole_texts_that_would_be_late_are_refused(pipeline):
     """One-shot requests (AlpaServe, section 4.3): the deadline is a goal for the first token, which is all there is."""
     limits = replace(LIMITS, max_num_batched_tokens=512, token_budget=512)
     budget = GoalBudget(STEP.linear, STEP.terms, 1, 512, 512, margin=0.05)
-    texts = GroupConfig(("a",), limits, "prefill_first", budget=budget, pipeline=pipeline, admission=True)
+    texts = GroupConfig(("a",), limits, WHOLE_PROMPTS, budget=budget, pipeline=pipeline, admission=True)
     flood = [replace(one, max_tokens=1) for one in traffic(random.Random(1), "a", 60.0, SLO(ttft=1.0), 20.0)]
     seen = Seen([texts], flood)
     assert len(seen.refused) > 0.5 * len(flood) and sum(seen.met()) >= 0.98 * len(seen.met())
     assert len(seen.met()) > 0.35 * len(flood)
+
+
+def test_texts_beside_a_model_that_generates_are_not_kept_until_they_are_late():
+    """They share a device, at three times the load. By `prefill_first`, which knows no goals, 90 % came in time."""
+    source, budget = random.Random(1), GoalBudget(STEP.linear, STEP.terms, 1, 256, 256, margin=0.05)
+    texts = GroupConfig(("t",), LIMITS.of_texts(), WHOLE_PROMPTS, budget=budget, admission=True, device=0)
+    short = [replace(one, max_tokens=1) for one in traffic(source, "t", 4.0, SLO(ttft=0.5))]
+    talk = traffic(source, "a", 27.0, SLO(ttft=1.0, tbt=0.15))
+    requests = sorted([*short, *talk], key=lambda one: one.arrival)
+    seen = Seen([config("a", 0.15, admission=True, device=0), texts], requests)
+    assert len(seen.met("t")) > 0.65 * len(short) and sum(seen.met("t")) >= 0.97 * len(seen.met("t"))
+    assert sum(seen.met("a")) >= 0.95 * len(seen.met("a"))
 
 
 def test_without_admission_the_same_flood_drowns_everybody():
