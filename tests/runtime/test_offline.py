@@ -8,7 +8,7 @@ from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
-from paceline.runtime.offline import Offline
+from paceline.runtime.offline import Offline, Output
 from tests.runtime.test_fleet import expected
 from tests.runtime.toy_worker import POISON, ToyEngine
 
@@ -47,6 +47,20 @@ def test_requests_arrive_over_time_and_idle_time_is_skipped():
     assert [o.tokens for o in outputs] == [expected([i], 4) for i in (1, 2, 3, 4)]
     for output, arrival in zip(outputs, arrivals, strict=True):
         assert output.times == sorted(output.times) and arrival <= output.times[0] < output.times[-1] < arrival + 1000
+
+
+def test_jobs_take_turns_step_by_step_and_who_stops_leaves_nothing_in_the_engine():
+    prompts, params = [[1, 2, 3], [4, 5]], [SamplingParams(max_tokens=6)] * 2
+    jobs = [offline(), offline()]
+    outputs = [[Output(), Output()] for _ in jobs]
+    whole, broken = (job.steps(prompts, params, some, [0.0, 0.0]) for job, some in zip(jobs, outputs, strict=True))
+    for _ in range(3):
+        next(whole), next(broken)
+    assert all(job.engine.tokens for job in jobs)
+    broken.close()
+    assert [len(list(whole)), jobs[0].engine.tokens, jobs[1].engine.tokens] == [3, {}, {}]
+    assert [o.tokens for o in outputs[0]] == [expected(p, 6) for p in prompts]
+    assert [o.tokens for o in outputs[1]] == [expected(p, 6)[:3] for p in prompts]
 
 
 def test_one_bad_sequence_fails_alone():
