@@ -14,8 +14,8 @@ from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.latency.step_time import StepTime
 from paceline.latency.tiles import find_knee
-from paceline.simulator.steps import Requests, SimulatedGroup
 from paceline.simulator.steps import run as simulate
+from paceline.simulator.world import Requests, SimulatedGroup
 
 CASES = ["gpt3"]
 LAYERS, WIDTH, TENSOR, STAGES = 96, 12288, 8, 8
@@ -54,15 +54,15 @@ def simulated(policy: str, width: int, time: StepTime, prompts: np.ndarray, outp
     groups = [SimulatedGroup(GroupConfig((name,), limits, policy, STAGES, device=0), time) for name in names]
     far = np.full(REQUESTS, np.inf)
     requests = Requests(np.zeros(REQUESTS), np.arange(REQUESTS) % lanes, prompts, outputs, far, far)
-    found = simulate(groups, names, requests)
-    begins, end = found.left - found.took[:, None], float(found.finish.max())
-    bubbles = found.left.max(0) - begins.min(0) - found.took.sum()
+    served, steps = simulate(groups, names, requests)
+    begins, end = steps.left - steps.took[:, None], float(served.finish.max())
+    bubbles = steps.left.max(0) - begins.min(0) - steps.took.sum()
     return {
         "makespan_s": round(end, 1),
         "tokens_per_s": round(float((prompts + outputs).sum() / end)),
         "bubble_s": [round(float(one), 1) for one in bubbles],
         "bubble_share": round(float(bubbles.mean() / end), 4),
-        "steps": len(found.steps),
+        "steps": len(steps.took),
     }
 
 

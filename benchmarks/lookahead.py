@@ -15,8 +15,8 @@ from paceline.cli.fleet_profile import measured_here
 from paceline.controller import GroupConfig
 from paceline.latency.step_time import StepTime
 from paceline.simulator.drafts import SimulatedDrafts
-from paceline.simulator.steps import Requests, SimulatedGroup
 from paceline.simulator.steps import run as simulate
+from paceline.simulator.world import Requests, SimulatedGroup
 from paceline.speculation.lookahead import Costs
 
 CASES = ["small"]
@@ -59,5 +59,5 @@ def tokens_per_s(time: StepTime, at_a_time: int, drafts: SimulatedDrafts | None)
     limits = SchedulerConfig(max_batch=at_a_time, num_blocks=at_a_time * 64)
     same, far = np.ones(count, np.int64), np.full(count, np.inf)
     requests = Requests(np.zeros(count), 0 * same, PROMPT * same, OUTPUT * same, far, far)
-    found = simulate([SimulatedGroup(GroupConfig(("m",), limits), time, 1.0, drafts)], ["m"], requests)
+    found, _ = simulate([SimulatedGroup(GroupConfig(("m",), limits), time, 1.0, drafts)], ["m"], requests)
     return count * OUTPUT / float(found.finish.max())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.batching.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, part, plain
+from paceline.batching.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, making, part
 from paceline.batching.state import (
     GOAL,
     KNEE,
@@ -113,7 +113,7 @@ class GoalBudget:
         return np.array(self.linear), np.array(self.terms)
 
 
-@part
+@making
 def room_within_goals(s: State, prompts: Ints, read: int, goal: float) -> int:
     """Tokens of a step whose decodes are taken, and read so many from the cache. `goal`: seconds, of those."""
     shape, width = np.zeros(7, np.int64), s.now[WIDTH]
@@ -132,7 +132,7 @@ def widest_of(s: State, goal: float, shape: Ints, prompts: Ints) -> int:
     )  # fmt: skip
 
 
-@part
+@making
 def widest(
     linear: Floats, terms: Floats, tile: int, knee: int, maximum: int, goal: float, wide: float, shape: Ints,
     prompts: Ints,
@@ -177,4 +177,4 @@ def add_chunk(shape: Ints, start: int, length: int, emits: bool) -> None:
         shape[6] += 1
 
 
-_widest = entry(I64, FLOATS, FLOATS, I64, I64, I64, F64, F64, INTS, INTS_2D)(plain(widest))
+_widest = entry(I64, FLOATS, FLOATS, I64, I64, I64, F64, F64, INTS, INTS_2D)(widest)

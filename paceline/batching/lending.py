@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.batching.blocks import give_back, num_held, num_there
-from paceline.batching.compiled import I64, INTS, INTS_2D, entry, part, plain, state_at
+from paceline.batching.compiled import I64, INTS, INTS_2D, entry, making, part, state_at
 from paceline.batching.moves import kept_free, lacks, most_held, newest, num_waiting, preempt
 from paceline.batching.scheduler import Scheduler
 from paceline.batching.state import (
@@ -133,7 +133,7 @@ def _giver(groups: Ints, taker: int, idle: bool) -> int:
     return best
 
 
-@part
+@making
 def share_out(groups: Ints, sizes: Ints, taker: int) -> int:
     """groups: addresses of their states. Returns how many blocks and sequences were taken from others."""
     count, workers = sizes.shape
@@ -185,4 +185,4 @@ def share_out(groups: Ints, sizes: Ints, taker: int) -> int:
     return taken
 
 
-_share_out = entry(I64, INTS, INTS_2D, I64)(plain(share_out))
+_share_out = entry(I64, INTS, INTS_2D, I64)(share_out)

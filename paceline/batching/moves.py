@@ -18,7 +18,7 @@ import numpy as np
 
 from paceline.batching.blocks import blocks_for, forget_all, look_up, num_free, register, release, share, take
 from paceline.batching.budget import room_within_goals
-from paceline.batching.compiled import part
+from paceline.batching.compiled import making, part
 from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
@@ -123,7 +123,7 @@ def decode_alone(s: State, slot: int) -> None:
         s.now[DECODES] += 1
 
 
-@part
+@making
 def room(s: State) -> int:
     """Tokens that the step may still take: the fixed budget, or what the goals make of the decodes taken."""
     width = s.limits[TOKEN_BUDGET]
@@ -501,7 +501,7 @@ def _sort_by_arrival(s: State, count: int) -> None:
         _insert(s, s.listed, i, s.listed[i], False)
 
 
-@part
+@making
 def candidates(s: State, most: int) -> Ints:
     """[prompts, 2]: context and what remains, of those that could be chunked next, as many as could take `most`; then
     rows of zeros."""
@@ -521,7 +521,7 @@ def candidates(s: State, most: int) -> Ints:
     return found
 
 
-@part
+@making
 def pending(s: State, most: int) -> int:
     """Prompt tokens that the step could take, up to `most`: of waiting prompts only if the first may come in."""
     total = 0

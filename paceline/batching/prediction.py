@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import COMPUTES, add_chunk, seconds, widest_of
-from paceline.batching.compiled import F64, I64, STATE, entry, part, plain
+from paceline.batching.compiled import F64, I64, STATE, entry, making, part
 from paceline.batching.moves import num_waiting
 from paceline.batching.state import (
     FLYING,
@@ -40,7 +40,7 @@ def _predicted(s: State, shape: Ints) -> float:
     return took * s.factors[WIDE] if shape[0] >= COMPUTES else took
 
 
-@part
+@making
 def step(s: State, decodes: int, context: int, pending: int) -> tuple[int, float]:
     """Prompt tokens and seconds of a step with these decodes, that read so many tokens, and what it takes of the
     prompts; 0 seconds where nobody has measured steps."""
@@ -107,7 +107,7 @@ def first_token(s: State, tokens: int, wanted: float, others: float) -> float:
     return (flying + steps * each + stages) * (1 + s.factors[MARGIN])
 
 
-@part
+@making
 def _until_room(s: State, places: int, blocks: int) -> int:
     """Steps until so many running sequences have ended, with so many blocks, if all become as long as they may."""
     if places <= 0 and blocks <= 0:
@@ -126,5 +126,5 @@ def _until_room(s: State, places: int, blocks: int) -> int:
     return longest
 
 
-seconds_of_turn = entry(F64, STATE)(plain(turn))
-seconds_to_first_token = entry(F64, STATE, I64, F64, F64)(plain(first_token))
+seconds_of_turn = entry(F64, STATE)(turn)
+seconds_to_first_token = entry(F64, STATE, I64, F64, F64)(first_token)

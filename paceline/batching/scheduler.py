@@ -70,15 +70,15 @@ from paceline.core.request import HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Requ
 Predict = Callable[[StepShape], float]
 
 
-_compose = entry(I64, STATE)(plain(policies.compose))
-_land = entry(I64, STATE, I64, BYTES)(plain(policies.land))
-_fits = entry(BOOL, STATE, I64, I64)(plain(moves.fits))
-_add = entry(I64, STATE, I64, I64, F64, F64, F64, I64)(plain(moves.add))
-_preempt = entry(VOID, STATE, I64)(plain(moves.preempt))
-_take_no_more = entry(VOID, STATE, I64)(plain(moves.take_no_more))
-_end = entry(VOID, STATE, I64)(plain(moves.end))
-_pending = entry(I64, STATE, I64)(plain(moves.pending))
-_reset = entry(VOID, STATE)(plain(moves.reset))
+_compose = entry(I64, STATE)(policies.compose)
+_land = entry(I64, STATE, I64, BYTES)(policies.land)
+_fits = entry(BOOL, STATE, I64, I64)(moves.fits)
+_add = entry(I64, STATE, I64, I64, F64, F64, F64, I64)(moves.add)
+_preempt = entry(VOID, STATE, I64)(moves.preempt)
+_take_no_more = entry(VOID, STATE, I64)(moves.take_no_more)
+_end = entry(VOID, STATE, I64)(moves.end)
+_pending = entry(I64, STATE, I64)(moves.pending)
+_reset = entry(VOID, STATE)(moves.reset)
 
 # likewise, interpreted
 _leave_first_stage, _wanted = plain(policies.leave_first_stage), plain(policies.wanted)
@@ -122,7 +122,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.pace = Pace(predict) if predict else None
         self.state = make_state(config, policy, pipeline, budget, lookahead is not None)
-        self.handle = Handle(self.state)
+        self.handle = Handle(STATE, self.state)
         self.flying: dict[int, Batch] = {}  # by the batch's number
         self._sequences = np.empty(len(self.state.numbers), object)
         self._ids = np.empty(len(self.state.numbers), object)
@@ -386,7 +386,7 @@ class Scheduler:
         if slots <= len(old.numbers) and table <= old.tables.shape[1] and hashes <= old.hashes.shape[1]:
             return
         self.state = s = grown(old, slots, table, hashes)
-        self.handle = Handle(s)
+        self.handle = Handle(STATE, s)
         more = np.empty(len(s.numbers) - len(old.numbers), object)
         self._sequences, self._ids = np.concatenate([self._sequences, more]), np.concatenate([self._ids, more])
         for sequence in self._sequences:

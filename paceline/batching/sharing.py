@@ -7,7 +7,7 @@ Arguments are lists or arrays over groups.
 
 from typing import Any
 
-from paceline.batching.compiled import F64, STATE, entry, part, plain
+from paceline.batching.compiled import F64, STATE, entry, part
 from paceline.batching.state import BY_GOAL, GOAL, HEAD, LANDED, PROMPTS, RUNNING, TAIL, TBT, WANTED, State
 from paceline.core.request import PROMPT, SCHEDULED
 
@@ -82,4 +82,4 @@ def next_due(s: State) -> float:
     return due
 
 
-time_of_next_due = entry(F64, STATE)(plain(next_due))
+time_of_next_due = entry(F64, STATE)(next_due)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.batching.compiled import part
+from paceline.batching.compiled import making, part
 from paceline.batching.moves import pending
 from paceline.batching.state import (
     ADAPTIVE,
@@ -111,7 +111,7 @@ def draft(d: Drafts, g: int, s: State) -> None:
         )  # fmt: skip
 
 
-@part
+@making
 def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float:
     """What drafting takes in the step composed at this place of the ring, of so many slices."""
     step, read, drafts = s.steps[at], 0, 0
@@ -131,7 +131,7 @@ def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float
     return drafting
 
 
-@part
+@making
 def judge(d: Drafts, g: int, s: State, at: int) -> None:
     """The step at this place of the ring is done: which of its drafts stay, and what is learnt of it."""
     step, emits, count = s.steps[at], s.emits[at], s.sizes[at]

@@ -21,8 +21,9 @@ from paceline.latency.step_time import StepTime
 from paceline.metrics.outcomes import STATUSES, Outcomes
 from paceline.placement.problem import Judge, Outcome, Problem
 from paceline.placement.tables import ModelTable
-from paceline.simulator import steps
 from paceline.simulator.drafts import SimulatedDrafts
+from paceline.simulator.steps import run as run_steps
+from paceline.simulator.world import Requests, SimulatedGroup
 from paceline.workload.trace import Trace
 
 Floats = NDArray[np.float64]
@@ -167,26 +168,27 @@ def _by_steps(
     goals = [(model.first_token, model.slo.tbt) for model in models]
     ttft, tbt = np.array(goals, np.float64).T  # NaN is no goal
     of = trace.models[mine].astype(np.int64)
-    requests = steps.Requests(
+    requests = Requests(
         trace.arrivals[mine], of, np.maximum(1, trace.prompts[mine]).astype(np.int64),
         np.where(whole[of], 1, np.maximum(1, trace.outputs[mine])).astype(np.int64),
         np.nan_to_num(ttft, nan=np.inf)[of], np.nan_to_num(tbt, nan=np.inf)[of],
     )  # fmt: skip
-    found, outcomes = steps.run(groups, trace.names, requests), result.outcomes
-    taken = found.owner >= 0
-    assert not np.isnan(found.finish).any()
-    outcomes.groups[mine] = np.where(taken, np.array([*lanes, -1])[found.owner], -1)
-    outcomes.first_tokens[mine], outcomes.finishes[mine] = found.first, found.finish
-    outcomes.outputs[mine] = np.where(whole[of], 0, found.tokens)
+    (served, ran), outcomes = run_steps(groups, trace.names, requests), result.outcomes
+    taken = served.owner >= 0
+    assert not np.isnan(served.finish).any()
+    outcomes.groups[mine] = np.where(taken, np.array([*lanes, -1])[served.owner], -1)
+    outcomes.first_tokens[mine], outcomes.finishes[mine] = served.first, served.finish
+    outcomes.outputs[mine] = np.where(whole[of], 0, served.tokens)
     outcomes.statuses[mine] = np.where(taken, 0, REJECTED)
     room = np.cumsum(np.bincount(of, requests.outputs, len(models)).astype(np.int64))
     begins = [0, *room[:-1].tolist()]
-    outcomes.gaps = {m: found.gaps[begins[m] : end] for m, end in enumerate(found.gap_ends.tolist()) if end > begins[m]}
-    first = found.took + found.drafting if len(found.drafting) else found.took
-    columns: list[NDArray[Any]] = [found.left, found.took, first, found.steps[:, 1]]
+    ends = enumerate(served.gap_ends.tolist())
+    outcomes.gaps = {m: served.gaps[begins[m] : end] for m, end in ends if end > begins[m]}
+    first = ran.took + ran.drafting if len(ran.drafting) else ran.took
+    columns: list[NDArray[Any]] = [ran.left, ran.took, first, ran.sizes[:, 1]]
     bounds = (np.arange(len(result.busy) + 1) > min(lanes, default=0)) * len(first)
     if len(set(lanes)) > 1:
-        where = np.array(lanes, np.int16)[found.steps[:, 0]]  # small numbers are sorted in one pass
+        where = np.array(lanes, np.int16)[ran.sizes[:, 0]]  # small numbers are sorted in one pass
         order = np.argsort(where, kind="stable")
         columns, bounds = [column[order] for column in columns], np.bincount(where + 1, minlength=len(bounds)).cumsum()
     for g, stages in enumerate(result.busy):
@@ -198,9 +200,9 @@ def _by_steps(
 def _groups(
     models: Sequence[SimulatedModel], placement: Placement, trace: Trace, memory: int, bandwidth: float,
     limits: SchedulerConfig, policy: str,
-) -> tuple[list[steps.SimulatedGroup], list[int]]:  # fmt: skip
+) -> tuple[list[SimulatedGroup], list[int]]:  # fmt: skip
     """A group for each model of a placement's groups, and which of those it is of."""
-    groups, lanes = list[steps.SimulatedGroup](), list[int]()
+    groups, lanes = list[SimulatedGroup](), list[int]()
     for g, group in enumerate(placement.groups):
         hosted = [models[trace.names.index(name)] for name in group.models]
         if not any(model.by_steps for model in hosted):
@@ -224,7 +226,7 @@ def _groups(
                 block_bytes=(token * BLOCK,) if limit.most_blocks else (),
             )  # fmt: skip
             own = model.drafts, model.overhead_s, model.spread
-            groups.append(steps.SimulatedGroup(config, model.by_steps, share, *own))
+            groups.append(SimulatedGroup(config, model.by_steps, share, *own))
             lanes.append(g)
     return groups, lanes
 

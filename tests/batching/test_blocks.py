@@ -4,21 +4,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.batching import blocks
-from paceline.batching.compiled import BOOL, I64, STATE, VOID, Handle, entry, plain
+from paceline.batching.compiled import BOOL, I64, STATE, VOID, Handle, entry, part
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import policy
 from paceline.batching.scheduler import make_state
 from paceline.batching.state import grown
 from paceline.core.request import HASHED, HELD
 
-take = entry(VOID, STATE, I64, I64)(plain(blocks.take))
-release = entry(VOID, STATE, I64)(plain(blocks.release))
-register = entry(VOID, STATE, I64, I64)(plain(blocks.register))
-share = entry(VOID, STATE, I64, I64)(plain(blocks.share))
-forget_all = entry(VOID, STATE)(plain(blocks.forget_all))
-num_free = entry(I64, STATE)(plain(blocks.num_free))
+take = entry(VOID, STATE, I64, I64)(blocks.take)
+release = entry(VOID, STATE, I64)(blocks.release)
+register = entry(VOID, STATE, I64, I64)(blocks.register)
+share = entry(VOID, STATE, I64, I64)(blocks.share)
+forget_all = entry(VOID, STATE)(blocks.forget_all)
+num_free = entry(I64, STATE)(blocks.num_free)
 
 
+@part
 def shared(s, slot: int, most: int) -> bool:
     found, _ = blocks.look_up(s, slot, most)
     blocks.share(s, slot, found)
@@ -34,7 +35,7 @@ class Blocks:
     def __init__(self, num_blocks: int) -> None:
         limits = SchedulerConfig(num_blocks=num_blocks)
         self.state = grown(make_state(limits, policy("paceline"), 1, None, False), 0, num_blocks, num_blocks)
-        self.handle = Handle(self.state)
+        self.handle = Handle(STATE, self.state)
 
     def take(self, slot: int, count: int) -> list[int]:
         take(self.handle, slot, count)

@@ -19,7 +19,8 @@ from paceline.core.request import SLO, Request
 from paceline.latency.step_time import StepTime
 from paceline.simulator.drafts import SimulatedDrafts, chance
 from paceline.simulator.driver import FixedOutputs, simulate
-from paceline.simulator.steps import Requests, SimulatedGroup, run
+from paceline.simulator.steps import run
+from paceline.simulator.world import Requests, SimulatedGroup
 from paceline.speculation.lookahead import Costs, Lookahead, expected
 
 # dyadic, so that instants coincide
@@ -143,21 +144,21 @@ def test_it_decides_as_the_controller_does(policy, seed):
         np.array([r.prompt_tokens for r in requests]), np.array([r.max_tokens for r in requests]),
         *np.array(goals).T.copy(),
     )  # fmt: skip
-    found = run(groups, MODELS, columns)
-    assert found.owner.tolist() == list(owner.values())
+    served, steps = run(groups, MODELS, columns)
+    assert served.owner.tolist() == list(owner.values())
     for index, of_one in enumerate(times.values()):
         if of_one:
-            assert (found.first[index], found.finish[index]) == (of_one[0], of_one[-1])
-        assert found.tokens[index] == len(of_one)
-    stages = [groups[g].config.pipeline for g in found.steps[:, 0]]
-    rows = zip(found.steps.tolist(), found.left.tolist(), stages, strict=True)
+            assert (served.first[index], served.finish[index]) == (of_one[0], of_one[-1])
+        assert served.tokens[index] == len(of_one)
+    stages = [groups[g].config.pipeline for g in steps.sizes[:, 0]]
+    rows = zip(steps.sizes.tolist(), steps.left.tolist(), stages, strict=True)
     made = [(*step, *left[:k]) for step, left, k in rows]
     group = operator.itemgetter(0)  # steps of a group are in order
     assert sorted(made, key=group) == sorted(taken, key=group)
     begins = np.cumsum([0, *np.bincount(columns.models, columns.outputs, 5).astype(int)])
     for m in range(5):
         mine = [np.diff(of_one) for r, of_one in zip(requests, times.values(), strict=True) if r.model == MODELS[m]]
-        gaps = found.gaps[begins[m] : found.gap_ends[m]]
+        gaps = served.gaps[begins[m] : served.gap_ends[m]]
         assert sorted(gaps) == sorted(np.concatenate(mine).astype(np.float32))
 
 
@@ -170,5 +171,5 @@ def test_the_comparison_has_seen_it_all():
 
 def test_without_requests_nothing_happens():
     empty = Requests(*(np.zeros(0, kind) for kind in (float, np.int64, np.int64, np.int64, float, float)))
-    found = run(fleets("paceline", random.Random(0), DRAFTS[0]), MODELS, empty)
-    assert len(found.steps) == len(found.owner) == 0
+    served, steps = run(fleets("paceline", random.Random(0), DRAFTS[0]), MODELS, empty)
+    assert len(steps.took) == len(served.owner) == 0
