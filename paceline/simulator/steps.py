@@ -51,6 +51,7 @@ from paceline.simulator.world import (
     STEPS,
     TURNS,
     WORLD,
+    Flights,
     Requests,
     Served,
     SimulatedGroup,
@@ -94,18 +95,24 @@ def _simulate(w: World, kept: int) -> bool:
         while counts[COME] < len(w.requests.arrivals) and w.requests.arrivals[counts[COME]] == now:
             _arrive(w, counts[COME], now)
             counts[COME] += 1
-        lane = 0
-        while lane < len(flights.dirty):  # the first with something to do, which may have been passed already
-            if flights.dirty[lane]:
-                flights.dirty[lane] = False
-                if there.slots[lane] > 0:
-                    _swap(w, lane, now)
-                while _compose(w, lane, now):
-                    pass  # perhaps there is room for another
-                lane = 0
-            else:
-                lane += 1
+        lane = _first_dirty(flights)
+        while lane >= 0:
+            flights.dirty[lane] = False
+            if there.slots[lane] > 0:
+                _swap(w, lane, now)
+            while _compose(w, lane, now):
+                pass  # perhaps there is room for another
+            lane = _first_dirty(flights)
     return False
+
+
+@part
+def _first_dirty(flights: Flights) -> int:
+    """Of the devices on which there may be something to compose the first, though it was looked at before; -1: none."""
+    for lane in range(len(flights.dirty)):
+        if flights.dirty[lane]:
+            return lane
+    return -1
 
 
 # What happens at an instant, in this order
