@@ -193,11 +193,10 @@ class Controller:
             return None
         lanes = [i for i in lanes if groups[i].scheduler.num_sequences]
         served, tried = [groups[i].served for i in lanes], [False] * len(lanes)
-        due = [groups[i].scheduler.next_due() for i in lanes]
-        horizon = now
-        for i in lanes:
-            horizon += groups[i].scheduler.turn()
-        while (at := plain(next_in_turn)(served, due, horizon, tried)) >= 0:
+        turns = [groups[i].scheduler.turn() for i in lanes]
+        each = sum(seconds for _, seconds in turns)
+        due = [groups[i].scheduler.next_due(chunk, each) for i, (chunk, _) in zip(lanes, turns, strict=True)]
+        while (at := plain(next_in_turn)(served, due, now + each, tried)) >= 0:
             if batch := self.next_batch(lanes[at], now):
                 self._steps += 1
                 groups[lanes[at]].served = self._steps
@@ -249,7 +248,7 @@ class Controller:
         """Seconds until its first token, with the turns of the others on the group's device."""
         lanes = self._lanes[self._lane_of[group]]
         busy = (g.scheduler for i in lanes if i != group and (g := self.groups[i]).scheduler.num_sequences)
-        others, state = sum(scheduler.turn() for scheduler in busy), self.groups[group]
+        others, state = sum(scheduler.turn()[1] for scheduler in busy), self.groups[group]
         expected = state.scheduler.first_token(request, others)
         if not state.up and expected:
             expected += plain(loading)(state.load_s, state.resident, state.since, request.arrival)

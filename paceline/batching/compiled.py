@@ -105,6 +105,10 @@ def _state_at(typing: Any, address: Any) -> Any:
     return STATE(address), generate
 
 
+def tuple_of(*kinds: Any) -> Any:
+    return types.Tuple(kinds)
+
+
 class Handle:
     """A named tuple as compiled code takes it. It holds the arrays, so that they live as long; to be made anew when one
     of them is another."""

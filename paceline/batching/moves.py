@@ -153,6 +153,16 @@ def chunk(s: State, slot: int, most: int) -> int:
 
 
 @part
+def next_in_line(s: State, ours: int, theirs: int) -> tuple[int, int, int]:
+    """Of prompts, running from this place of `prompts` on or waiting from that of the queue on, the first, and from
+    where on the others are; -1: there is none."""
+    waits = theirs < s.now[TAIL]
+    if ours < s.now[PROMPTS] and not (waits and _before(s, s.waiting[theirs], s.prompts[ours])):
+        return s.prompts[ours], ours + 1, theirs
+    return (s.waiting[theirs] if waits else -1), ours, theirs + 1
+
+
+@part
 def num_waiting(s: State) -> int:
     now = s.now
     return now[TAIL] - now[HEAD]
@@ -508,12 +518,7 @@ def candidates(s: State, most: int) -> Ints:
     found = np.zeros((max(0, min(most, s.now[PROMPTS] + num_waiting(s))), 2), np.int64)
     count, ours, theirs = 0, 0, s.now[HEAD]
     while most > 0 and count < found.shape[0]:
-        if theirs == s.now[TAIL] or (ours < s.now[PROMPTS] and _before(s, s.prompts[ours], s.waiting[theirs])):
-            slot = s.prompts[ours]
-            ours += 1
-        else:
-            slot = s.waiting[theirs]
-            theirs += 1
+        slot, ours, theirs = next_in_line(s, ours, theirs)
         found[count, 0] = s.numbers[slot, SCHEDULED]
         found[count, 1] = s.numbers[slot, PROMPT] - s.numbers[slot, SCHEDULED]
         most -= found[count, 1]

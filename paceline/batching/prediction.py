@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import COMPUTES, add_chunk, seconds, widest_of
-from paceline.batching.compiled import F64, I64, STATE, entry, making, part
+from paceline.batching.compiled import F64, I64, STATE, entry, making, part, tuple_of
 from paceline.batching.moves import num_waiting
 from paceline.batching.state import (
     FLYING,
@@ -59,8 +59,9 @@ def step(s: State, decodes: int, context: int, pending: int) -> tuple[int, float
 
 
 @part
-def turn(s: State) -> float:
-    """Seconds of the next step; 0 where there is nothing to do, or nobody has measured steps."""
+def turn(s: State) -> tuple[int, float]:
+    """Prompt tokens and seconds of the next step; 0 seconds where there is nothing to do, or nobody has measured steps.
+    """
     decodes = context = pending = 0
     for i in range(s.now[RUNNING]):
         slot = s.running[i]
@@ -71,7 +72,7 @@ def turn(s: State) -> float:
             context += s.numbers[slot, KNOWN]
     for i in range(s.now[HEAD], s.now[TAIL]):
         pending += s.numbers[s.waiting[i], KNOWN]
-    return step(s, decodes, context, pending)[1] if decodes + pending > 0 else 0.0
+    return step(s, decodes, context, pending) if decodes + pending > 0 else (0, 0.0)
 
 
 @part
@@ -126,5 +127,5 @@ def _until_room(s: State, places: int, blocks: int) -> int:
     return longest
 
 
-seconds_of_turn = entry(F64, STATE)(turn)
+next_turn = entry(tuple_of(I64, F64), STATE)(turn)
 seconds_to_first_token = entry(F64, STATE, I64, F64, F64)(first_token)

@@ -13,7 +13,7 @@ from paceline.batching.budget import GoalBudget, Pace
 from paceline.batching.compiled import BOOL, BYTES, F64, I64, STATE, VOID, Handle, entry, plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import Policy
-from paceline.batching.prediction import seconds_of_turn, seconds_to_first_token
+from paceline.batching.prediction import next_turn, seconds_to_first_token
 from paceline.batching.sharing import time_of_next_due
 from paceline.batching.state import (
     ADAPTIVE,
@@ -198,13 +198,14 @@ class Scheduler:
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
         return float(seconds_to_first_token(self.handle, request.prompt_tokens, place, others))
 
-    def turn(self) -> float:
-        """Seconds of the next step; 0: there is nothing to do, or nobody knows."""
-        return float(seconds_of_turn(self.handle))
+    def turn(self) -> tuple[int, float]:
+        """Prompt tokens and seconds of the next step; 0 seconds: there is nothing to do, or nobody knows."""
+        tokens, seconds = next_turn(self.handle)
+        return int(tokens), float(seconds)
 
-    def next_due(self) -> float:
-        """When its next token is wanted."""
-        return float(time_of_next_due(self.handle))
+    def next_due(self, chunk: int, each: float) -> float:
+        """When its next step is to be done (`sharing.next_due`)."""
+        return float(time_of_next_due(self.handle, chunk, each))
 
     # Steps
 

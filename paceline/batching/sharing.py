@@ -7,8 +7,9 @@ Arguments are lists or arrays over groups.
 
 from typing import Any
 
-from paceline.batching.compiled import F64, STATE, entry, part
-from paceline.batching.state import BY_GOAL, GOAL, HEAD, LANDED, PROMPTS, RUNNING, TAIL, TBT, WANTED, State
+from paceline.batching.compiled import F64, I64, STATE, entry, part
+from paceline.batching.moves import next_in_line
+from paceline.batching.state import BY_GOAL, GOAL, HEAD, LANDED, RUNNING, TBT, WANTED, State
 from paceline.core.request import PROMPT, SCHEDULED
 
 UNHURRIED_S = 0.5  # who has no goal waits about so long for a turn, if others have
@@ -65,8 +66,10 @@ def next_in_turn(served: Any, due: Any, horizon: float, tried: Any) -> int:
 
 
 @part
-def next_due(s: State) -> float:
-    """When the group's next token is wanted: of prompts with a goal by that, of decodes so long after the last step."""
+def next_due(s: State, chunk: int, each: float) -> float:
+    """When the group's next step is to be done: of decodes so long after the last one; of prompts, where goals order
+    them, as long before a first token is wanted as the steps after that take, of `chunk` tokens each, and `each` with
+    the turns of all who share the device, in seconds."""
     now = s.now
     due, pace = s.factors[LANDED] + UNHURRIED_S, s.factors[GOAL]
     for i in range(now[RUNNING]):
@@ -75,11 +78,13 @@ def next_due(s: State) -> float:
             pace = min(pace, s.times[slot, TBT])
     due = min(due, s.factors[LANDED] + pace)
     if s.limits[BY_GOAL] > 0:
-        if now[PROMPTS] > 0:
-            due = min(due, s.times[s.prompts[0], WANTED])
-        if now[TAIL] > now[HEAD]:
-            due = min(due, s.times[s.waiting[now[HEAD]], WANTED])
+        tokens = 0
+        slot, ours, theirs = next_in_line(s, 0, now[HEAD])
+        while slot >= 0:
+            tokens += s.numbers[slot, PROMPT] - s.numbers[slot, SCHEDULED]
+            due = min(due, s.times[slot, WANTED] - (tokens - 1) // chunk * each)
+            slot, ours, theirs = next_in_line(s, ours, theirs)
     return due
 
 
-time_of_next_due = entry(F64, STATE)(next_due)
+time_of_next_due = entry(F64, STATE, I64, F64)(next_due)

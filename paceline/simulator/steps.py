@@ -202,18 +202,21 @@ def _arrive(w: World, r: int, now: float) -> None:
 def _compose(w: World, lane: int, now: float) -> bool:
     """The next step on a device, of the group whose turn it is; False: there is no room for one, or nothing to do."""
     network, flights, scratch, lenders = w.network, w.flights, w.scratch, w.lenders
-    in_flight, horizon, alone = 0, now, network.members[lane] == 1
+    in_flight, each, alone = 0, 0.0, network.members[lane] == 1
     for g in range(len(network.states)):
         scratch.tried[g] = network.lanes[g] != lane
-        if not scratch.tried[g]:
-            in_flight += flights.flying[g]
-            if not alone:
-                scratch.due[g] = next_due(state_at(network.states[g]))
-                horizon += turn(state_at(network.states[g]))
+        in_flight += 0 if scratch.tried[g] else flights.flying[g]
     if in_flight >= network.deepest[lane]:
         return False
+    for g in range(0 if alone else len(network.states)):
+        if not scratch.tried[g]:
+            scratch.queued[g], seconds_of_it = turn(state_at(network.states[g]))
+            each += seconds_of_it
+    for g in range(0 if alone else len(network.states)):
+        if not scratch.tried[g]:
+            scratch.due[g] = next_due(state_at(network.states[g]), scratch.queued[g], each)
     while True:
-        g = next_in_turn(flights.served, scratch.due, horizon, scratch.tried)
+        g = next_in_turn(flights.served, scratch.due, now + each, scratch.tried)
         if g < 0:
             return False
         s = state_at(network.states[g])
@@ -371,7 +374,7 @@ def _host(w: World, r: int, arrival: float) -> int:
             others = 0.0
             for other in range(count):
                 if other != g and network.lanes[other] == network.lanes[g]:
-                    others += turn(state_at(network.states[other]))
+                    others += turn(state_at(network.states[other]))[1]
             expected[g] = first_token(s, w.requests.prompts[r], wanted(arrival, ttft, network.rules[g, 0] > 0), others)
             if not there.up[g] and expected[g] > 0:
                 expected[g] += loading(there.load_s[g], there.resident[g], there.since[g], arrival)

@@ -80,15 +80,17 @@ def test_whole_texts_that_would_be_late_are_refused(pipeline):
     assert len(seen.met()) > 0.35 * len(flood)
 
 
-def test_texts_beside_a_model_that_generates_are_not_kept_until_they_are_late():
-    """They share a device, at three times the load. By `prefill_first`, which knows no goals, 90 % came in time."""
+@pytest.mark.parametrize(("rate", "served"), [(9.0, 0.75), (27.0, 0.65)])
+def test_texts_beside_a_model_that_generates_are_not_kept_until_they_are_late(rate, served):
+    """They share a device, at the load that the other alone can carry and at three times that. By `prefill_first`,
+    which knows no goals, 73 and 90 % came in time; while only the first text's step was thought of, 92 and 98 %."""
     source, budget = random.Random(1), GoalBudget(STEP.linear, STEP.terms, 1, 256, 256, margin=0.05)
     texts = GroupConfig(("t",), LIMITS.of_texts(), WHOLE_PROMPTS, budget=budget, admission=True, device=0)
     short = [replace(one, max_tokens=1) for one in traffic(source, "t", 4.0, SLO(ttft=0.5))]
-    talk = traffic(source, "a", 27.0, SLO(ttft=1.0, tbt=0.15))
+    talk = traffic(source, "a", rate, SLO(ttft=1.0, tbt=0.15))
     requests = sorted([*short, *talk], key=lambda one: one.arrival)
     seen = Seen([config("a", 0.15, admission=True, device=0), texts], requests)
-    assert len(seen.met("t")) > 0.65 * len(short) and sum(seen.met("t")) >= 0.97 * len(seen.met("t"))
+    assert len(seen.met("t")) > served * len(short) and sum(seen.met("t")) >= 0.97 * len(seen.met("t"))
     assert sum(seen.met("a")) >= 0.95 * len(seen.met("a"))
 
 
@@ -142,7 +144,7 @@ def test_where_there_is_slack_the_hurried_model_goes_first():
 def test_nobody_guesses_without_a_profile():
     controller = Controller([GroupConfig(("a",), LIMITS, admission=True)])
     assert controller.groups[0].scheduler.first_token(Request("x", 10, 1), 0.0) == 0.0
-    assert controller.groups[0].scheduler.turn() == 0.0
+    assert controller.groups[0].scheduler.turn()[1] == 0.0
 
 
 def test_the_prediction_is_late_rather_than_early():

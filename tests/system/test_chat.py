@@ -15,7 +15,7 @@ def test_chat_streams_an_answer(server):
 
 def test_a_conversation_goes_on_until_the_input_ends(server, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("x\ny\n"))
-    done = paceline("chat", "--url", server.url, "--max-tokens", "4", "--model", "coder-draft")
+    done = paceline("chat", "--url", server.url, "--max-tokens", "4", "--temperature", "0", "--model", "coder-draft")
     assert done.returncode == 0 and done.stdout.count("> ") == 3 and "coder-draft" in done.stderr
 
 
