@@ -5,11 +5,12 @@ to repeat every decision.
 """
 
 import math
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from paceline.batching.budget import GoalBudget
-from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.lending import lend
 from paceline.batching.policies import policy
@@ -17,6 +18,7 @@ from paceline.batching.residency import gives_way, loading
 from paceline.batching.scheduler import Scheduler
 from paceline.batching.sharing import narrow, next_in_turn, soonest
 from paceline.batching.state import NONE
+from paceline.compiled import plain
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import (
     Advance,
@@ -194,7 +196,7 @@ class Controller:
         lanes = [i for i in lanes if groups[i].scheduler.num_sequences]
         served, tried = [groups[i].served for i in lanes], [False] * len(lanes)
         turns = [groups[i].scheduler.turn() for i in lanes]
-        each = sum(seconds for _, seconds in turns)
+        each = _total(seconds for _, seconds in turns)
         due = [groups[i].scheduler.next_due(chunk, each) for i, (chunk, _) in zip(lanes, turns, strict=True)]
         while (at := plain(next_in_turn)(served, due, now + each, tried)) >= 0:
             if batch := self.next_batch(lanes[at], now):
@@ -248,7 +250,7 @@ class Controller:
         """Seconds until its first token, with the turns of the others on the group's device."""
         lanes = self._lanes[self._lane_of[group]]
         busy = (g.scheduler for i in lanes if i != group and (g := self.groups[i]).scheduler.num_sequences)
-        others, state = sum(scheduler.turn()[1] for scheduler in busy), self.groups[group]
+        others, state = _total(scheduler.turn()[1] for scheduler in busy), self.groups[group]
         expected = state.scheduler.first_token(request, others)
         if not state.up and expected:
             expected += plain(loading)(state.load_s, state.resident, state.since, request.arrival)
@@ -390,3 +392,8 @@ def _rank(item: Input) -> tuple[int, int]:
         case Submit():
             return 5, 0
     return 6, 0
+
+
+def _total(seconds: Iterable[float]) -> float:
+    """One after the other, as the simulation adds them; `sum` is more exact from Python 3.12 on."""
+    return reduce(operator.add, seconds, 0.0)

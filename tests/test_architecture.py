@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "paceline"
 LAYERS = [
     {"core"},
-    {"latency"},
+    {"latency", "compiled"},
     {"placement", "batching", "speculation", "workload", "metrics"},
     {"controller"},
     {"simulator", "runtime", "engine"},

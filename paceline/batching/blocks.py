@@ -19,7 +19,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from paceline.batching.compiled import part
 from paceline.batching.state import (
     AWAY,
     BLOCK_SIZE,
@@ -37,6 +36,7 @@ from paceline.batching.state import (
     TAKEN_AWAY,
     State,
 )
+from paceline.compiled import part
 from paceline.core.request import HASHED, HELD
 
 

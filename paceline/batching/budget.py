@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from paceline.batching.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, making, part
 from paceline.batching.state import (
     GOAL,
     KNEE,
@@ -23,6 +22,7 @@ from paceline.batching.state import (
     Ints,
     State,
 )
+from paceline.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, making, part
 from paceline.core.batch import StepShape
 from paceline.latency.step_time import WIDTHS, predicted
 

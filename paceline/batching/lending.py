@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.batching.blocks import give_back, num_held, num_there
-from paceline.batching.compiled import I64, INTS, INTS_2D, entry, making, part, state_at
 from paceline.batching.moves import kept_free, lacks, most_held, newest, num_waiting, preempt
 from paceline.batching.scheduler import Scheduler
 from paceline.batching.state import (
@@ -40,7 +39,9 @@ from paceline.batching.state import (
     TOKEN_BUDGET,
     Ints,
     State,
+    state_at,
 )
+from paceline.compiled import I64, INTS, INTS_2D, entry, making, part
 from paceline.core.request import ASKED, COMPUTED, HELD, IN_FLIGHT, KNOWN, LIMIT, PROMPT
 
 

@@ -18,7 +18,6 @@ import numpy as np
 
 from paceline.batching.blocks import blocks_for, forget_all, look_up, num_free, register, release, share, take
 from paceline.batching.budget import room_within_goals
-from paceline.batching.compiled import making, part
 from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
@@ -59,6 +58,7 @@ from paceline.batching.state import (
     Ints,
     State,
 )
+from paceline.compiled import making, part
 from paceline.core.request import (
     ASKED,
     COMPUTED,

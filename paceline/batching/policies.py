@@ -9,7 +9,6 @@ which the published code does not. All are compiled, with their moves, into one 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.batching.compiled import part
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.moves import (
     admit,
@@ -50,6 +49,7 @@ from paceline.batching.state import (
     Bytes,
     State,
 )
+from paceline.compiled import part
 from paceline.core.request import COHORT, IN_FLIGHT, KNOWN
 
 PATIENCE_S = 60.0  # a prompt without a goal counts as one that wants its first token after so long

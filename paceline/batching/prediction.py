@@ -11,7 +11,6 @@ import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import COMPUTES, add_chunk, seconds, widest_of
-from paceline.batching.compiled import F64, I64, STATE, entry, making, part, tuple_of
 from paceline.batching.moves import num_waiting
 from paceline.batching.state import (
     FLYING,
@@ -22,6 +21,7 @@ from paceline.batching.state import (
     PACE,
     PIPELINE,
     RUNNING,
+    STATE,
     TAIL,
     TOKEN_BUDGET,
     WANTED,
@@ -29,6 +29,7 @@ from paceline.batching.state import (
     Ints,
     State,
 )
+from paceline.compiled import F64, I64, entry, making, part, tuple_of
 from paceline.core.request import HELD, KNOWN, LIMIT, PROMPT, SCHEDULED
 
 

@@ -10,7 +10,7 @@ nobody starves, every stay brings somebody on, and loading does not take all the
 
 from typing import Any
 
-from paceline.batching.compiled import part
+from paceline.compiled import part
 
 PATIENCE_S = 1.0
 STAY_S = 2.0

@@ -10,7 +10,6 @@ import numpy as np
 
 from paceline.batching import blocks, moves, policies
 from paceline.batching.budget import GoalBudget, Pace
-from paceline.batching.compiled import BOOL, BYTES, F64, I64, STATE, VOID, Handle, entry, plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import Policy
 from paceline.batching.prediction import next_turn, seconds_to_first_token
@@ -53,6 +52,7 @@ from paceline.batching.state import (
     SLOT,
     SPENT,
     START,
+    STATE,
     TAIL,
     TILE,
     TOKEN_BUDGET,
@@ -63,6 +63,7 @@ from paceline.batching.state import (
     grown,
     make,
 )
+from paceline.compiled import BOOL, BYTES, F64, I64, VOID, Handle, entry, plain
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.protocols import Lookahead
 from paceline.core.request import HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Request, Sequence

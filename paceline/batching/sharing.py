@@ -7,9 +7,21 @@ Arguments are lists or arrays over groups.
 
 from typing import Any
 
-from paceline.batching.compiled import F64, I64, STATE, entry, part
 from paceline.batching.moves import next_in_line
-from paceline.batching.state import BY_GOAL, GOAL, HEAD, LANDED, RUNNING, TBT, WANTED, State
+from paceline.batching.policies import PATIENCE_S
+from paceline.batching.state import (
+    ARRIVAL,
+    BY_GOAL,
+    GOAL,
+    HEAD,
+    LANDED,
+    RUNNING,
+    STATE,
+    TBT,
+    WANTED,
+    State,
+)
+from paceline.compiled import F64, I64, entry, part
 from paceline.core.request import PROMPT, SCHEDULED
 
 UNHURRIED_S = 0.5  # who has no goal waits about so long for a turn, if others have
@@ -45,8 +57,8 @@ def soonest(expected: Any, queued: Any, able: Any) -> int:
 def next_in_turn(served: Any, due: Any, horizon: float, tried: Any) -> int:
     """Of the groups that share a device the one that is to step next; -1: all tried.
 
-    Of those whose next token is due before the `horizon`, when all have had a turn, the one that waited longest: so
-    nobody's overload takes another's turn. Where there is slack, the one whose token is due first.
+    Of those whose next step is due before the `horizon`, when all have had a turn, the one that waited longest: so
+    nobody's overload takes another's turn. Where there is slack, the one whose step is due first.
     """
     best = -1
     for g in range(len(served)):
@@ -68,8 +80,8 @@ def next_in_turn(served: Any, due: Any, horizon: float, tried: Any) -> int:
 @part
 def next_due(s: State, chunk: int, each: float) -> float:
     """When the group's next step is to be done: of decodes so long after the last one; of prompts, where goals order
-    them, as long before a first token is wanted as the steps after that take, of `chunk` tokens each, and `each` with
-    the turns of all who share the device, in seconds."""
+    them, when a first token is wanted, and where that is a goal, earlier by the rounds of turns (`each`, seconds) that
+    it needs after this one, in steps of `chunk` tokens. A whole prompt that is longer counts as several."""
     now = s.now
     due, pace = s.factors[LANDED] + UNHURRIED_S, s.factors[GOAL]
     for i in range(now[RUNNING]):
@@ -82,7 +94,8 @@ def next_due(s: State, chunk: int, each: float) -> float:
         slot, ours, theirs = next_in_line(s, 0, now[HEAD])
         while slot >= 0:
             tokens += s.numbers[slot, PROMPT] - s.numbers[slot, SCHEDULED]
-            due = min(due, s.times[slot, WANTED] - (tokens - 1) // chunk * each)
+            wanted, has_goal = s.times[slot, WANTED], s.times[slot, WANTED] < s.times[slot, ARRIVAL] + PATIENCE_S
+            due = min(due, wanted - (tokens - 1) // chunk * each if has_goal else wanted)
             slot, ours, theirs = next_in_line(s, ours, theirs)
     return due
 

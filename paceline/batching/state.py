@@ -7,8 +7,10 @@ scheduler, policies included, is compiled code, the same for a live group and fo
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from paceline.compiled import FLOATS, FLOATS_2D, I32, I64, INTS_2D, U8, Pointer, array_of, part
 from paceline.core.request import NUM_COLUMNS
 
 Ints = NDArray[np.int64]
@@ -69,6 +71,27 @@ class State(NamedTuple):
     buckets: Small  # [power of two] hash table: 1 + block of a hash
     linear: Floats  # seconds of a step by its tokens, empty if unknown (`latency.step_time`)
     terms: Floats  # [6] and the other terms
+
+
+STATE = Pointer(
+    State, factors=FLOATS, numbers=INTS_2D, times=FLOATS_2D, steps=array_of(I64, 3), emits=array_of(U8, 2),
+    tables=array_of(I32, 2), hashes=INTS_2D, blocks=array_of(I32, 2), buckets=array_of(I32, 1), linear=FLOATS,
+    terms=FLOATS,
+)  # fmt: skip
+
+
+@intrinsic
+def _state_at(typing: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(STATE))
+
+    return STATE(address), generate
+
+
+@part
+def state_at(address: int) -> State:
+    """That of a `Handle`, by its address."""
+    return _state_at(address)  # type: ignore[call-arg]
 
 
 def make(

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.batching.compiled import making, part
 from paceline.batching.moves import pending
 from paceline.batching.state import (
     ADAPTIVE,
@@ -30,6 +29,7 @@ from paceline.batching.state import (
     Ints,
     State,
 )
+from paceline.compiled import making, part
 from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, TAG
 from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe

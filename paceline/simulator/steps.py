@@ -16,7 +16,6 @@ import numpy as np
 
 from paceline.batching.blocks import num_free, take
 from paceline.batching.budget import seconds
-from paceline.batching.compiled import BOOL, I64, entry, part, state_at
 from paceline.batching.lending import share_out
 from paceline.batching.moves import add, end, fits, num_waiting, reset
 from paceline.batching.policies import compose, land, leave_first_stage, wanted
@@ -42,7 +41,9 @@ from paceline.batching.state import (
     TAIL,
     Floats,
     State,
+    state_at,
 )
+from paceline.compiled import BOOL, I64, entry, part
 from paceline.core.request import ASKED, COMPUTED, HELD, KNOWN, LIMIT, PROMPT, SCHEDULED, TAG
 from paceline.placement.dispatch import enter
 from paceline.simulator.drafts import chance, draft, judge, seconds_of_drafts

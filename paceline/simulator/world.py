@@ -6,23 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
-from paceline.batching.compiled import (
-    BOOLS,
-    F64,
-    FLOATS,
-    FLOATS_2D,
-    INTS_2D,
-    STATE,
-    Handle,
-    Pointer,
-    array_of,
-)
 from paceline.batching.policies import policy
 from paceline.batching.scheduler import make_state
-from paceline.batching.state import Floats, Ints
+from paceline.batching.state import STATE, Floats, Ints
+from paceline.compiled import BOOLS, F32, F64, FLOATS, FLOATS_2D, I32, INTS_2D, Handle, Pointer, array_of
 from paceline.controller import GroupConfig
 from paceline.latency.step_time import StepTime
 from paceline.simulator.drafts import Drafts, SimulatedDrafts, of_groups
@@ -167,8 +156,8 @@ _KINDS = {
     ),
     "requests": Pointer(Requests, arrivals=FLOATS, ttft=FLOATS, tbt=FLOATS),
     "flights": Pointer(Flights, clocks=FLOATS_2D, ends=FLOATS_2D, enters=FLOATS, wakes=FLOATS, dirty=BOOLS),
-    "outcomes": Pointer(Served, first=FLOATS, finish=FLOATS, gaps=array_of(types.float32, 1)),
-    "steps": Pointer(Steps, sizes=array_of(types.int32, 2), took=FLOATS, drafting=FLOATS, left=FLOATS_2D),
+    "outcomes": Pointer(Served, first=FLOATS, finish=FLOATS, gaps=array_of(F32, 1)),
+    "steps": Pointer(Steps, sizes=array_of(I32, 2), took=FLOATS, drafting=FLOATS, left=FLOATS_2D),
     "scratch": Pointer(
         Scratch, row=FLOATS, able=BOOLS, tried=BOOLS, expected=FLOATS, due=FLOATS, waits=FLOATS, used=FLOATS
     ),
@@ -210,7 +199,7 @@ def empty_states(groups: Sequence[SimulatedGroup], models: Sequence[str], reques
 def make(
     groups: Sequence[SimulatedGroup], models: Sequence[str], requests: Requests, states: Sequence[Handle]
 ) -> World:  # fmt: skip
-    """Groups of one model share its requests."""
+    """The world before anything happens. `states`, of `empty_states`, have to outlive it: it knows their addresses."""
     places = dict[object, int]()
     lanes = np.array([
         places.setdefault(i if g.config.device is None else (g.config.device,), len(places))
@@ -232,7 +221,7 @@ def make(
         ),
         Served(
             np.full(total, -1), np.full(total, np.nan), np.full(total, np.nan), _zeros(total),
-            np.empty(room, np.float32), np.cumsum(tokens) - tokens,
+            np.empty(int(tokens.sum()), np.float32), np.cumsum(tokens) - tokens,
         ),
         Steps(
             np.empty((room, 2), np.int32), np.empty(room), np.empty(room if drafts.most.any() else 0),

@@ -4,11 +4,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.batching import blocks
-from paceline.batching.compiled import BOOL, I64, STATE, VOID, Handle, entry, part
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import policy
 from paceline.batching.scheduler import make_state
-from paceline.batching.state import grown
+from paceline.batching.state import STATE, grown
+from paceline.compiled import BOOL, I64, VOID, Handle, entry, part
 from paceline.core.request import HASHED, HELD
 
 take = entry(VOID, STATE, I64, I64)(blocks.take)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.batching.blocks import num_there
-from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.state import IDLE, SPARE
+from paceline.compiled import plain
 from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.residency import PATIENCE_S, STAY_S, gives_way
+from paceline.compiled import plain
 from paceline.controller import Controller, GroupConfig
 from paceline.core.request import Request, SamplingParams
 from paceline.runtime.fleet import FleetConfig, LocalFleet

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from paceline.batching.budget import GoalBudget
-from paceline.batching.compiled import plain
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
+from paceline.compiled import plain
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch, StepShape
 from paceline.core.events import Unreachable
@@ -173,3 +173,15 @@ def test_without_requests_nothing_happens():
     empty = Requests(*(np.zeros(0, kind) for kind in (float, np.int64, np.int64, np.int64, float, float)))
     served, steps = run(fleets("paceline", random.Random(0), DRAFTS[0]), MODELS, empty)
     assert len(steps.took) == len(served.owner) == 0
+
+
+def test_records_grow_with_the_steps():
+    """Far more than tokens of output: prompts that are computed one token at a time."""
+    limits = SchedulerConfig(token_budget=1, num_blocks=400)
+    groups, many = [SimulatedGroup(GroupConfig((name,), limits), FAST) for name in "ab"], np.ones(4, np.int64)
+    far = np.full(4, np.inf)
+    served, steps = run(groups, "ab", Requests(np.zeros(4), np.array([0, 1, 0, 1]), 2000 * many, many, far, far))
+    assert len(steps.took) == 4 * 2000 and (steps.sizes[:, 1] == 1).all() and (served.tokens == 1).all()
+    for g in range(2):
+        mine = steps.sizes[:, 0] == g
+        assert (np.diff(steps.left[mine, 0]) == steps.took[mine][1:]).all() and mine.sum() == 2 * 2000

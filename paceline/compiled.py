@@ -1,4 +1,4 @@
-"""How the code that works on a group's state is compiled, by Numba: parts, and entry points made of them."""
+"""How code is compiled, by Numba: parts, entry points made of them, and pointers to the arrays that they work on."""
 
 # mypy: ignore-errors
 # (what extends Numba has no types)
@@ -17,8 +17,6 @@ from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
-from paceline.batching.state import State
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -26,26 +24,31 @@ def array_of(kind: Any, dimensions: int) -> Any:
     return types.Array(kind, dimensions, "C")
 
 
-VOID, BOOL, I64, F64, _I32 = types.void, types.boolean, types.int64, types.float64, types.int32
+VOID, BOOL, I64, I32, F64, F32 = types.void, types.boolean, types.int64, types.int32, types.float64, types.float32
+U8 = types.uint8
 INTS, FLOATS, INTS_2D, FLOATS_2D = array_of(I64, 1), array_of(F64, 1), array_of(I64, 2), array_of(F64, 2)
-BYTES, BOOLS = array_of(types.uint8, 1), array_of(BOOL, 1)
+BYTES, BOOLS = array_of(U8, 1), array_of(BOOL, 1)
 
 
 class Pointer(types.Type):
     """To a named tuple of arrays and other pointers, which belong to somebody else.
 
-    As arguments all of them would be copied in every call, and where compiled code knows that an array can have owners
-    it counts them.
+    As arguments all of them would be copied in every call.
     """
 
     def __init__(self, kind: type, **others: Any) -> None:
         """`others`: the fields that are not arrays of integers, in one dimension."""
         super().__init__(f"paceline.{kind.__name__}")
         self.fields = {name: others.get(name, INTS) for name in kind._fields}
-        _KINDS[self] = types.NamedTuple(tuple(self.fields.values()), kind)
+        _PUT[self] = entry(VOID, I64, types.Tuple(list(self.fields.values())))(_put)
+
+    @property
+    def key(self) -> Any:
+        """What makes it the same type: what was compiled for other fields is not to be found in the cache."""
+        return self.name, tuple(self.fields.items())
 
 
-_KINDS: dict[Pointer, Any] = {}
+_PUT: dict[Pointer, Callable[[int, Any], None]] = {}  # a kind's fields to an address
 
 
 @register_model(Pointer)
@@ -90,21 +93,6 @@ def _store(typing: Any, address: Any, fields: Any) -> Any:
     return types.void(address, fields), generate
 
 
-STATE = Pointer(
-    State, factors=FLOATS, numbers=INTS_2D, times=FLOATS_2D, steps=array_of(I64, 3), emits=array_of(types.uint8, 2),
-    tables=array_of(_I32, 2), hashes=INTS_2D, blocks=array_of(_I32, 2), buckets=array_of(_I32, 1), linear=FLOATS,
-    terms=FLOATS,
-)  # fmt: skip
-
-
-@intrinsic
-def _state_at(typing: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(STATE))
-
-    return STATE(address), generate
-
-
 def tuple_of(*kinds: Any) -> Any:
     return types.Tuple(kinds)
 
@@ -119,7 +107,7 @@ class Handle:
         sizes = (1 if isinstance(one, Pointer) else 5 + 2 * one.ndim for one in kind.fields.values())
         self._memory = np.zeros(sum(sizes), np.int64)
         self.address = self._memory.ctypes.data
-        _fill(kind)(self.address, fields)
+        _PUT[kind](self.address, tuple(fields))
 
 
 @unbox(Pointer)
@@ -134,21 +122,26 @@ def _stamp(*files: Path) -> tuple[tuple[float, int], ...]:
     return tuple((stat.st_mtime, stat.st_size) for stat in (file.stat() for file in files))
 
 
-_ROOT = Path(__file__).parents[1]
-# everything that entry points are made of, as it was when the first of it was imported
+_ROOT = Path(__file__).parent
+# what entry points of the scheduler are made of, constants too, as it was when the first of it was imported
 STAMP = _stamp(
-    *sorted((_ROOT / "batching").glob("*.py")), _ROOT / "core" / "request.py", _ROOT / "latency" / "step_time.py"
-)
+    Path(__file__), *sorted((_ROOT / "batching").glob("*.py")), _ROOT / "core/request.py",
+    _ROOT / "latency/step_time.py",
+)  # fmt: skip
 
 
 def _made_of(function: Callable[..., Any]) -> list[Path]:
-    """The files of a function and of the compiled ones that those know of."""
+    """The files of a function, of the compiled ones that those know of, and of the classes that they name."""
     found, functions = set[Path](), [function]
     while functions:
         known = functions.pop()
         if (path := Path(known.__code__.co_filename)) not in found:
             found.add(path)
-            functions += [one.py_func for one in known.__globals__.values() if isinstance(one, Dispatcher)]
+            for one in known.__globals__.values():
+                if isinstance(one, Dispatcher):
+                    functions.append(one.py_func)
+                elif isinstance(one, type) and one.__module__.startswith("paceline."):
+                    found.add(Path(sys.modules[one.__module__].__file__))
     return sorted(found)
 
 
@@ -156,17 +149,17 @@ def _made_of(function: Callable[..., Any]) -> list[Path]:
 def _tell() -> None:
     """Once, to whoever looks."""
     if sys.stderr and sys.stderr.isatty():
-        print("compiling the scheduler, once on this machine: half a minute", file=sys.stderr, flush=True)
+        print("compiling, once on this machine: up to a minute", file=sys.stderr, flush=True)
 
 
 def part(function: F) -> F:
-    """Compiled as a part of the entry points that call it. It makes no arrays and is given none that are new, so nobody
-    counts who holds which: in the simulation that took two thirds of the time."""
+    """Compiled as a part of the entry points that call it. It makes no arrays, and calls nothing that returns new ones,
+    so nobody counts who holds which: that took a third to a half of a simulation's time."""
     return _compiled(function, False, no_cpython_wrapper=True)
 
 
 def making(function: F) -> F:
-    """A part that makes arrays."""
+    """A part that makes arrays, or calls what returns new ones."""
     return _compiled(function, True, no_cpython_wrapper=True)
 
 
@@ -193,8 +186,8 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         file._source_stamp = STAMP + _stamp(*_made_of(function.py_func))
         try:
             file._load_index()
-        except AttributeError:  # of types that are gone since: Numba reads those before it looks at the stamp
-            Path(file._index_path).unlink()
+        except Exception:  # of an older version: Numba looks for its types before it looks at the stamp
+            Path(file._index_path).unlink(missing_ok=True)
         if not Path(file._index_path).exists():
             _tell()
         compiled.compile(result(*arguments))
@@ -204,16 +197,6 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
-@cache
-def _fill(kind: Pointer) -> Callable[[int, Any], None]:
-    return entry(VOID, I64, _KINDS[kind])(part(_put))
-
-
+@part
 def _put(address: int, fields: Any) -> None:
     _store(address, fields)
-
-
-@part
-def state_at(address: int) -> State:
-    """That of a `Handle`, by its address."""
-    return _state_at(address)

@@ -1,0 +1,63 @@
+"""What was compiled is found again where it is still true, and only there."""
+
+import importlib.util
+import pickle
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from paceline.compiled import FLOATS, Handle, Pointer, _made_of
+from paceline.simulator import steps, world
+
+SOURCE = """
+from paceline.compiled import I64, entry, part
+
+@part
+def doubled(x):
+    return {factor} * x
+
+double = entry(I64, I64)(doubled)
+"""
+
+
+def test_an_index_that_nobody_can_read_is_thrown_away(tmp_path):
+    """Numba looks for the classes that an older version kept before it sees that it is out of date."""
+    assert imported(tmp_path, 2).double(4) == 8
+    (index,) = tmp_path.glob("__pycache__/*.nbi")
+    index.write_bytes(pickle.dumps(numba.__version__) + b"cpaceline.gone\nGone\n.")
+    assert imported(tmp_path, 2).double(4) == 8
+    assert b"Gone" not in index.read_bytes()
+
+
+def test_what_was_compiled_of_an_older_file_is_compiled_anew(tmp_path):
+    imported(tmp_path, 2)
+    assert imported(tmp_path, 30).double(4) == 120
+
+
+def test_a_kind_with_other_fields_is_another():
+    """Else code for one would be found in the cache for the other."""
+
+    class Some(NamedTuple):
+        a: np.ndarray
+        b: np.ndarray
+
+    one, same, other = Pointer(Some), Pointer(Some), Pointer(Some, b=FLOATS)
+    assert one == same and one != other
+    assert Handle(other, Some(np.zeros(1, np.int64), np.zeros(1))).fields.a == 0
+
+
+def test_entry_points_know_the_files_of_the_arrays_that_they_work_on():
+    names = {path.name for path in _made_of(steps._simulate.py_func)}
+    assert names >= {"steps.py", "drafts.py", "lookahead.py", "dispatch.py", "moves.py", "state.py"}
+    assert Path(world.__file__) in _made_of(steps._simulate.py_func)
+
+
+def imported(folder: Path, factor: int):
+    (folder / "double.py").write_text(SOURCE.format(factor=factor))
+    spec = importlib.util.spec_from_file_location("double", folder / "double.py")
+    sys.modules["double"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
