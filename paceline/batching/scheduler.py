@@ -75,7 +75,6 @@ _compose = entry(I64, STATE)(policies.compose)
 _land = entry(I64, STATE, I64, BYTES)(policies.land)
 _fits = entry(BOOL, STATE, I64, I64)(moves.fits)
 _add = entry(I64, STATE, I64, I64, F64, F64, F64, I64)(moves.add)
-_preempt = entry(VOID, STATE, I64)(moves.preempt)
 _take_no_more = entry(VOID, STATE, I64)(moves.take_no_more)
 _end = entry(VOID, STATE, I64)(moves.end)
 _pending = entry(I64, STATE, I64)(moves.pending)
@@ -339,11 +338,6 @@ class Scheduler:
         _end(self.handle, sequence.slot)
         self._sequences[sequence.slot] = self._ids[sequence.slot] = None
         return True
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes all blocks from a running sequence, which is part of no batch, and queues it again (M4)."""
-        _preempt(self.handle, sequence.slot)
-        self.preempted.append(sequence)
 
     def note_preempted(self) -> None:
         """Those that compiled code preempted."""

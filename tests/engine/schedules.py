@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from itertools import count
 
+from paceline.batching import moves
 from paceline.batching.scheduler import Scheduler
-from paceline.batching.state import TOKEN_BUDGET
+from paceline.batching.state import STATE, TOKEN_BUDGET
+from paceline.compiled import I64, VOID, entry
 from paceline.core.batch import Batch
 
 Schedule = Callable[[Scheduler], None]  # changes how its steps are composed
+
+_preempt = entry(VOID, STATE, I64)(moves.preempt)
 
 
 def forced(every: int) -> Schedule:
@@ -18,7 +22,9 @@ def forced(every: int) -> Schedule:
 
         def step(group: int) -> Batch | None:
             if not scheduler.flying and next(steps) % every == 0 and scheduler.running:
-                scheduler.preempt(scheduler.running[-1])
+                sequence = scheduler.running[-1]
+                _preempt(scheduler.handle, sequence.slot)
+                scheduler.preempted.append(sequence)
             return compose(group)
 
         scheduler.compose = step
