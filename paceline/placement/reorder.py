@@ -10,11 +10,10 @@ and so is how most are refused who would pass others: by what their last stage a
 those who wait, so a group should not have goals of hours beside goals of seconds.
 """
 
-# mypy: disable-error-code=call-arg
+# mypy: disable-error-code="call-overload,no-untyped-call,no-untyped-def"
 
 import numpy as np
 from numba import njit
-from numba.extending import intrinsic
 
 from paceline.placement.dispatch import hosts_of
 
@@ -23,20 +22,7 @@ BEFORE, AFTER = range(2)
 BEGUN, ALL, TRIAL = range(3)
 
 
-@intrinsic
-def borrowed(typing, array):  # type: ignore[no-untyped-def]
-    """The same array without a claim to its memory, which the caller holds. Numba counts references wherever a function
-    is handed an array, which took most of the time."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        view = context.make_array(array)(context, builder, arguments[0])
-        view.meminfo, view.parent = (x.type(None) for x in (view.meminfo, view.parent))
-        return view._getvalue()
-
-    return array(array), generate
-
-
-def replay_by_deadline(  # type: ignore[no-untyped-def]
+def replay_by_deadline(
     times, models, active, slo, latency, stages, shape, member, margin, overhead, good, waited, asked, busy, finish,
     owner, ends,
 ) -> None:  # fmt: skip
@@ -58,19 +44,12 @@ def replay_by_deadline(  # type: ignore[no-untyped-def]
         busy[g, : stages[p]] += latency[models[owner == g], p, : stages[p]].sum(0)
 
 
-@njit(cache=True)
-def _replay(  # type: ignore[no-untyped-def]
+@njit(cache=True, _nrt=False)  # nobody counts who holds the arrays, which took most of the time
+def _replay(
     times, models, active, slo, latency, stages, shape, hosts, begins, margin, overhead, good, waited, asked, ends, due,
     since, done, at, links, clocks,
 ):  # fmt: skip
     """Each request in turn. What is done with a group's line stands first, in functions that are compiled into it."""
-    times, models, slo, latency, stages = (
-        borrowed(times), borrowed(models), borrowed(slo), borrowed(latency), borrowed(stages),
-    )  # fmt: skip
-    shape, hosts, begins, ends, due = (
-        borrowed(shape), borrowed(hosts), borrowed(begins), borrowed(ends), borrowed(due),
-    )  # fmt: skip
-    since, done, at, links, clocks = borrowed(since), borrowed(done), borrowed(at), borrowed(links), borrowed(clocks)
     count = times.shape[0]
 
     def enter(which, g, i, now):

@@ -211,11 +211,11 @@ def _compose(w: World, lane: int, now: float) -> bool:
         return False
     for g in range(0 if alone else len(network.states)):
         if not scratch.tried[g]:
-            scratch.queued[g], seconds_of_it = turn(state_at(network.states[g]))
+            scratch.chunks[g], seconds_of_it = turn(state_at(network.states[g]))
             each += seconds_of_it
     for g in range(0 if alone else len(network.states)):
         if not scratch.tried[g]:
-            scratch.due[g] = next_due(state_at(network.states[g]), scratch.queued[g], each)
+            scratch.due[g] = next_due(state_at(network.states[g]), scratch.chunks[g], each)
     while True:
         g = next_in_turn(flights.served, scratch.due, now + each, scratch.tried)
         if g < 0:

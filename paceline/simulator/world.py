@@ -135,7 +135,8 @@ class Steps(NamedTuple):
 class Scratch(NamedTuple):
     row: Floats  # [stages]
     queued: Ints  # [groups]
-    able: Bools  # likewise
+    chunks: Ints  # likewise
+    able: Bools
     tried: Bools
     expected: Floats
     due: Floats
@@ -227,7 +228,9 @@ def make(
             np.empty((room, 2), np.int32), np.empty(room), np.empty(room if drafts.most.any() else 0),
             np.empty((room, depth)),
         ),
-        Scratch._make([np.zeros(depth), _zeros(count), *np.zeros((2, count), np.bool_), *np.zeros((4, count))]),
+        Scratch._make([
+            np.zeros(depth), *np.zeros((2, count), np.int64), *np.zeros((2, count), np.bool_), *np.zeros((4, count))
+        ]),
     )  # fmt: skip
 
 

@@ -141,6 +141,14 @@ def test_where_there_is_slack_the_hurried_model_goes_first():
     assert turns[True] <= 0.05 * len(seen.gaps["b"])
 
 
+@pytest.mark.parametrize(("ttft", "due"), [(50.0, -49.0), (None, 0.5)])
+def test_a_step_is_due_as_much_earlier_as_a_goal_needs_steps_after_it(ttft, due):
+    """A hundred tokens, one in each round of a second. The patience with prompts that have no goal is none."""
+    scheduler = Controller([config("a")]).groups[0].scheduler
+    scheduler.add(Request("x", 100, 1, slo=SLO(ttft=ttft)))
+    assert scheduler.next_due(1, 1.0) == due
+
+
 def test_nobody_guesses_without_a_profile():
     controller = Controller([GroupConfig(("a",), LIMITS, admission=True)])
     assert controller.groups[0].scheduler.first_token(Request("x", 10, 1), 0.0) == 0.0
