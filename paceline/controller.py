@@ -195,7 +195,7 @@ class Controller:
             return None
         lanes = [i for i in lanes if groups[i].scheduler.num_sequences]
         served, tried = [groups[i].served for i in lanes], [False] * len(lanes)
-        turns = [groups[i].scheduler.turn() for i in lanes]
+        turns = [groups[i].scheduler.turn(now) for i in lanes]
         each = _total(seconds for _, seconds in turns)
         due = [groups[i].scheduler.next_due(chunk, each) for i, (chunk, _) in zip(lanes, turns, strict=True)]
         while (at := plain(next_in_turn)(served, due, now + each, tried)) >= 0:
@@ -215,7 +215,7 @@ class Controller:
         hosts = self._hosts.get(request.model)
         if not hosts:
             return [Event("rejected", now, -1, request.id, detail=f"model: no group serves {request.model!r}")]
-        index, reason, expected = self._host(request, hosts, admitted)
+        index, reason, expected = self._host(request, hosts, now, admitted)
         group = self.groups[index]
         if request.id in self.sequences:
             reason = "id: taken by another request"
@@ -229,7 +229,7 @@ class Controller:
         self._touch(index)
         return [Event("accepted", now, index, request.id)]
 
-    def _host(self, request: Request, hosts: list[int], admitted: bool) -> tuple[int, str, float]:
+    def _host(self, request: Request, hosts: list[int], now: float, admitted: bool) -> tuple[int, str, float]:
         """Of these groups the one to take the request, why it cannot, if none can, and the seconds until its first
         token is expected there (0: nobody knows). Lost groups only if need be."""
         groups = [self.groups[i] for i in hosts]
@@ -239,21 +239,20 @@ class Controller:
         able = staying if any(staying) else able
         queued = [group.scheduler.num_sequences for group in groups]
         expected = [
-            self._expected(i, request) if free and group.config.admission else 0.0
+            self._expected(i, request, now) if free and group.config.admission else 0.0
             for i, free, group in zip(hosts, able, groups, strict=True)
         ]
         plain(narrow)(able, [group.up for group in groups], [group.resident for group in groups])
         chosen = max(0, plain(soonest)(expected, queued, able))
         return hosts[chosen], reasons[chosen], expected[chosen]
 
-    def _expected(self, group: int, request: Request) -> float:
+    def _expected(self, group: int, request: Request, now: float) -> float:
         """Seconds until its first token, with the turns of the others on the group's device."""
-        lanes = self._lanes[self._lane_of[group]]
-        busy = (g.scheduler for i in lanes if i != group and (g := self.groups[i]).scheduler.num_sequences)
-        others, state = _total(scheduler.turn()[1] for scheduler in busy), self.groups[group]
-        expected = state.scheduler.first_token(request, others)
+        lanes, state = self._lanes[self._lane_of[group]], self.groups[group]
+        ways = [self.groups[i].scheduler.in_the_way(now) for i in lanes if i != group]
+        expected = state.scheduler.first_token(request, now, ways)
         if not state.up and expected:
-            expected += plain(loading)(state.load_s, state.resident, state.since, request.arrival)
+            expected += plain(loading)(state.load_s, state.resident, state.since, now)
         return expected
 
     def _refusal(self, group: GroupState, request: Request, admitted: bool) -> str:
@@ -271,7 +270,7 @@ class Controller:
         if not state.up:
             return None
         freed = self._lend(group)
-        batch = state.scheduler.compose(group)
+        batch = state.scheduler.compose(group, now)
         if batch is None or not freed:
             return batch
         batch = replace(batch, given_back=tuple(freed))
@@ -356,7 +355,7 @@ class Controller:
             hosts = [i for i in self._hosts[request.model] if i != group and (self.groups[i].up or abandoned)]
             if not hosts:
                 continue
-            index, reason, _ = self._host(request, hosts, admitted=True)
+            index, reason, _ = self._host(request, hosts, now, admitted=True)
             if not reason:
                 taken = self.groups[index].scheduler.take_over(sequence, state.scheduler)
                 self.sequences[request.id] = index, taken

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paceline.batching.state import (
+    BESIDE,
     GOAL,
     KNEE,
     MARGIN,
@@ -40,10 +41,12 @@ class Pace:
     """
 
     FOLLOWS, SLOWLY, MOST = 0.2, 0.05, 1.5  # shares of the newest step; the most that it may be off by
+    LONGEST_S = 0.02  # beside the engine; what is longer is a stall
 
     def __init__(self, predict: Callable[[StepShape], float]) -> None:
         self.predict = predict
         self.factor = self.wide = 1.0
+        self.beside = 0.0  # seconds of a step beside the engine, a running average: messages, and who has the core
 
     def of(self, tokens: int) -> float:
         """Of a step of so many tokens."""
@@ -57,6 +60,9 @@ class Pace:
         self.factor *= change**self.FOLLOWS
         if shape.tokens >= COMPUTES:
             self.wide *= change**self.SLOWLY
+
+    def observe_beside(self, seconds: float) -> None:
+        self.beside += self.FOLLOWS * (min(max(seconds, 0.0), self.LONGEST_S) - self.beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +117,16 @@ class GoalBudget:
     def arrays(self) -> tuple[Floats, Floats]:
         """What steps take, as compiled code reads it."""
         return np.array(self.linear), np.array(self.terms)
+
+
+@part
+def seconds_at_pace(s: State, shape: tuple[int, ...]) -> float:
+    """From when a step of this shape (`core.batch.StepShape`) is composed until it is complete, at the present pace; 0
+    where nobody has measured steps."""
+    if len(s.linear) == 0:
+        return 0.0
+    took = s.factors[PACE] * seconds(s.linear, s.terms, shape)
+    return (took * s.factors[WIDE] if shape[0] >= COMPUTES else took) + s.factors[BESIDE]
 
 
 @making

@@ -40,6 +40,7 @@ from paceline.batching.state import (
     MAX_MODEL_LEN,
     NEXT_SERIAL,
     OWN_BLOCKS,
+    PIPELINE,
     PREEMPTED,
     PROMPTS,
     RESERVES,
@@ -266,6 +267,8 @@ def reset(s: State) -> None:
     now = s.now
     now[FLYING] = now[LOST] = 0
     now[ENTERING] = -1
+    for k in range(s.limits[PIPELINE]):
+        s.clocks[k] = 0.0
     for i in range(now[RUNNING]):
         s.numbers[s.running[i], IN_FLIGHT] = 0
     while now[RUNNING] > 0:

@@ -9,6 +9,7 @@ which the published code does not. All are compiled, with their moves, into one 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.batching.budget import seconds_at_pace
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.moves import (
     admit,
@@ -26,14 +27,18 @@ from paceline.batching.moves import (
 )
 from paceline.batching.state import (
     AT,
+    BEGIN,
+    BY_GOAL,
     CHUNKS_LAST,
     COHORTS,
     DECODES,
     ENTERING,
     FLYING,
     HEAD,
+    LANDED,
     LATE,
     LOST,
+    MARGIN,
     MAX_BATCH,
     MAX_PROMPT_TOKENS,
     NEXT_BATCH,
@@ -44,7 +49,9 @@ from paceline.batching.state import (
     PREEMPTED,
     RUNNING,
     SLICES,
+    SPENT,
     TOKEN_BUDGET,
+    WANTED,
     WIDTH,
     Bytes,
     State,
@@ -99,16 +106,54 @@ def orca(s: State) -> None:
 def prefill_first(s: State) -> None:
     """Prompts before decodes, never both in a batch (vLLM before 2024, SOSP'23).
 
-    At most `max_num_batched_tokens` of prompts a step; a longer prompt goes alone.
+    At most `max_num_batched_tokens` of prompts a step; a longer prompt goes alone. Where goals order them none joins
+    that would make the first one late (AlpaServe, section 5: as many in a batch as the goals allow).
     """
-    left = s.limits[MAX_PROMPT_TOKENS]
-    while num_waiting(s) > 0 and (s.numbers[s.waiting[s.now[HEAD]], KNOWN] <= left or s.now[WIDTH] == 0):
+    count, tokens, pairs, due = 0, 0, 0, 0.0
+    begin, free = s.factors[BEGIN], s.clocks[s.limits[PIPELINE] - 1]
+    while num_waiting(s) > 0 and joins(
+        s, count, tokens, pairs, s.numbers[s.waiting[s.now[HEAD]], KNOWN], begin, free, due
+    ):
         slot = admit(s)
         if slot < 0:
             break
-        left -= chunk(s, slot, ALL)
-    if s.now[WIDTH] == 0:
+        length, due = chunk(s, slot, ALL), due if count > 0 else s.times[slot, WANTED]
+        count, tokens, pairs = count + 1, tokens + length, pairs + length * (length + 1) // 2
+    if count == 0:
         decode(s, ALL)
+
+
+@part
+def joins(
+    s: State, count: int, tokens: int, pairs: int, more: int, begin: float, free: float, due: float
+) -> bool:  # fmt: skip
+    """Whether a whole prompt of `more` tokens goes with others in a step of `prefill_first` that begins then, and
+    finds the last stage free at a time. Those are so many, of so many tokens and pairs of query and key; the first of
+    them is wanted when it is `due`."""
+    if count == 0:
+        return True
+    if count >= s.limits[MAX_BATCH] or tokens + more > s.limits[MAX_PROMPT_TOKENS]:
+        return False
+    if s.limits[BY_GOAL] == 0:
+        return True
+    late = 1 + s.factors[MARGIN]
+    took = late * seconds_of_whole(s, count + 1, tokens + more, pairs + more * (more + 1) // 2)
+    return done(s, begin, free, took) <= due or done(
+        s, begin, free, late * seconds_of_whole(s, count, tokens, pairs)
+    ) > due
+
+
+@part
+def done(s: State, begin: float, free: float, took: float) -> float:
+    """When a step that takes so long in each stage leaves the last one, which is free for it then at the earliest.
+    (Stages that it has to wait for in between are free earlier: steps take as long in all stages.)"""
+    return max(begin + (s.limits[PIPELINE] - 1) * took, free) + took
+
+
+@part
+def seconds_of_whole(s: State, count: int, tokens: int, pairs: int) -> float:
+    """Of a step of so many whole prompts."""
+    return seconds_at_pace(s, (tokens, count, 0, 0, 0, pairs, count))
 
 
 @part
@@ -262,7 +307,7 @@ POLICIES = {
     "request_level": Policy(REQUEST_LEVEL, reserves=True, widest=whole_prompts),
     "orca": Policy(ORCA, reserves=True, widest=whole_prompts),
     "prefill_first": Policy(PREFILL_FIRST, widest=whole_prompts),
-    "whole_prompts": Policy(PREFILL_FIRST, by_goal=True, widest=whole_prompts),
+    "whole_prompts": Policy(PREFILL_FIRST, late=True, by_goal=True, widest=whole_prompts),
     "prefill_first_padded": Policy(PADDED, widest=whole_prompts),
     "sarathi_2023": Policy(SARATHI_2023, widest=chunk_and_decodes),
     "sarathi_2023_tile_aligned": Policy(TILE_ALIGNED, widest=chunk_and_decodes),
@@ -320,11 +365,23 @@ def compose(s: State) -> int:
             break  # else what was preempted may come in again, in a step of its own (M5)
     if now[SLICES] > 0:
         depart(s)
-        now[FLYING] += 1
+        take_off(s)
         if s.limits[LATE] > 0:
             now[ENTERING] = now[NEXT_BATCH]
         now[NEXT_BATCH] += 1
     return now[SLICES]
+
+
+@part
+def take_off(s: State) -> None:
+    """The step just composed is in flight: when it is expected to be done, and its stages to be free of it."""
+    shape, end = s.shape, s.factors[BEGIN]
+    took = seconds_at_pace(s, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]))
+    for k in range(s.limits[PIPELINE]):
+        end = max(end, s.clocks[k]) + took + (s.factors[SPENT] if k == 0 else 0.0)
+        s.clocks[k] = end
+    s.ends[s.now[AT]] = end
+    s.now[FLYING] += 1
 
 
 @part
@@ -339,7 +396,12 @@ def land(s: State, batch: int, tokens: Bytes) -> int:
     """The batch is done, and its slices yielded so many tokens. Returns their sum."""
     leave_first_stage(s, batch)
     s.now[FLYING] -= 1
-    return arrive(s, batch % s.limits[PIPELINE], tokens)
+    at, stages, landed = batch % s.limits[PIPELINE], s.limits[PIPELINE], s.factors[LANDED]
+    slip = landed - s.ends[at]
+    for k in range(stages):  # what it took longer, those behind it wait
+        s.ends[k] += slip
+        s.clocks[k] = s.clocks[k] + slip if s.now[FLYING] > 0 else min(s.clocks[k], landed)
+    return arrive(s, at, tokens)
 
 
 @part

@@ -10,35 +10,32 @@ first, in steps that all running sequences are part of by then. It errs on the s
 import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
-from paceline.batching.budget import COMPUTES, add_chunk, seconds, widest_of
+from paceline.batching.budget import add_chunk, seconds_at_pace, widest_of
 from paceline.batching.moves import num_waiting
+from paceline.batching.policies import PREFILL_FIRST, done, joins, seconds_of_whole
 from paceline.batching.state import (
     FLYING,
     GOAL,
     HEAD,
+    LANDED,
     MARGIN,
     MAX_BATCH,
+    MAX_PROMPT_TOKENS,
+    NEXT_BATCH,
     PACE,
     PIPELINE,
+    POLICY,
     RUNNING,
     STATE,
     TAIL,
     TOKEN_BUDGET,
     WANTED,
-    WIDE,
-    Ints,
     State,
 )
-from paceline.compiled import F64, I64, entry, making, part, tuple_of
-from paceline.core.request import HELD, KNOWN, LIMIT, PROMPT, SCHEDULED
+from paceline.compiled import BOOL, F64, I64, entry, making, part, tuple_of
+from paceline.core.request import HELD, IN_FLIGHT, KNOWN, LIMIT, PROMPT, SCHEDULED
 
-
-@part
-def _predicted(s: State, shape: Ints) -> float:
-    """Seconds of a step of this shape, at the present pace."""
-    numbers = (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6])
-    took = s.factors[PACE] * seconds(s.linear, s.terms, numbers)
-    return took * s.factors[WIDE] if shape[0] >= COMPUTES else took
+LATELY_S, RESERVE = 10.0, 0.3  # others on the device had a step so many seconds ago: such a share of the time is kept
 
 
 @making
@@ -56,11 +53,46 @@ def step(s: State, decodes: int, context: int, pending: int) -> tuple[int, float
         width = widest_of(s, within, shape, prompts)
         chunk = min(pending, max(1, min(width, s.limits[TOKEN_BUDGET]) - decodes))
         add_chunk(shape, pending // 2, chunk, True)
-    return chunk, _predicted(s, shape)
+    return chunk, seconds_at_pace(s, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]))
 
 
 @part
-def turn(s: State) -> tuple[int, float]:
+def whole_step(
+    s: State, at: int, begin: float, free: float, tokens: int, wanted: float
+) -> tuple[int, bool, float]:  # fmt: skip
+    """A step of `prefill_first` that begins then (`policies.joins`), of waiting prompts from this place of the queue on
+    and, in its place, one more that is `wanted` (of no tokens: there is none). Where in the queue the next step begins,
+    whether that prompt is in this one, which ends with it then, and its seconds."""
+    count, width, pairs, due, new = 0, 0, 0, 0.0, tokens == 0
+    while not new or (tokens == 0 and at < s.now[TAIL]):
+        comes = tokens > 0 and (at == s.now[TAIL] or s.times[s.waiting[at], WANTED] > wanted)
+        length = tokens if comes else s.numbers[s.waiting[at], KNOWN]
+        if not joins(s, count, width, pairs, length, begin, free, due):
+            break
+        if count == 0:
+            due = wanted if comes else s.times[s.waiting[at], WANTED]
+        count, width, pairs = count + 1, width + length, pairs + length * (length + 1) // 2
+        new, at = new or comes, at if comes else at + 1
+    return at, new, seconds_of_whole(s, count, width, pairs)
+
+
+@part
+def whole_steps(s: State, begin: float, free: float, tokens: int, wanted: float, others: float) -> float:
+    """When the step of `prefill_first` is done that has a new prompt: the first begins then, with `others` between two.
+
+    A pipeline takes no more steps than it has stages, so short ones follow a long one at its pace.
+    """
+    at, came, stages = s.now[HEAD], False, s.limits[PIPELINE]
+    longest = s.clocks[stages - 1] - s.clocks[stages - 2] if stages > 1 and s.now[FLYING] > 0 else 0.0
+    while not came:
+        at, came, took = whole_step(s, at, begin, free, tokens, wanted)
+        longest, free = max(longest, took), done(s, begin, free, took)
+        begin += (took if stages == 1 else longest) + others
+    return free
+
+
+@part
+def turn(s: State, now: float) -> tuple[int, float]:
     """Prompt tokens and seconds of the next step; 0 seconds where there is nothing to do, or nobody has measured steps.
     """
     decodes = context = pending = 0
@@ -68,45 +100,80 @@ def turn(s: State) -> tuple[int, float]:
         slot = s.running[i]
         left = s.numbers[slot, PROMPT] - s.numbers[slot, SCHEDULED]
         pending += max(0, left)
-        if left <= 0:
+        if left <= 0 and s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN] > min(1, s.numbers[slot, IN_FLIGHT]):
             decodes += 1
             context += s.numbers[slot, KNOWN]
+    if s.limits[POLICY] == PREFILL_FIRST and num_waiting(s) > 0:
+        begin, free = now + left_of_flight(s, now), s.clocks[s.limits[PIPELINE] - 1]
+        return s.limits[MAX_PROMPT_TOKENS], whole_step(s, s.now[HEAD], begin, free, 0, 0.0)[2]
     for i in range(s.now[HEAD], s.now[TAIL]):
         pending += s.numbers[s.waiting[i], KNOWN]
     return step(s, decodes, context, pending) if decodes + pending > 0 else (0, 0.0)
 
 
 @part
-def first_token(s: State, tokens: int, wanted: float, others: float) -> float:
+def left_of_flight(s: State, now: float) -> float:
+    """Seconds until there may be another step."""
+    if s.now[FLYING] == 0:
+        return 0.0
+    full = s.now[FLYING] >= s.limits[PIPELINE]
+    return max(0.0, max(s.clocks[0], s.ends[s.now[NEXT_BATCH] % s.limits[PIPELINE]] if full else 0.0) - now)
+
+
+@part
+def in_the_way(s: State, now: float) -> tuple[float, float, bool]:
+    """Of another group on the same device: seconds of its step there now, those of its next one, and whether it had
+    one of late."""
+    lately = s.factors[LANDED] > 0 and now - s.factors[LANDED] < LATELY_S
+    return left_of_flight(s, now), turn(s, now)[1], lately
+
+
+@part
+def first_token(
+    s: State, tokens: int, wanted: float, now: float, ahead: float, before: float, others: float, lately: bool
+) -> float:  # fmt: skip
     """Seconds until a prompt of so many tokens, which comes now, would have its first token; 0: nobody knows.
 
-    `wanted` is its place among prompts; `others` the seconds that other groups' turns on the device take between two
-    steps. Infinite where its decodes would be too many for the goal between tokens.
+    `wanted` is its place among prompts. Of the other groups on the device (`in_the_way`): seconds until their steps are
+    done; those that the turns take of the ones which have none, which come `before` this one's; those of all of them,
+    between two steps of this one; and whether any had one lately: then a share of the time is kept for what may come
+    there. Infinite where its decodes would be too many for the goal between tokens.
     """
     if len(s.linear) == 0:
         return 0.0
-    now, numbers = s.now, s.numbers
-    pending, context, count, needed = tokens, 0, now[RUNNING] + num_waiting(s), blocks_for(s, tokens)
-    for i in range(now[RUNNING]):
+    counts, numbers = s.now, s.numbers
+    pending, context, count, needed = tokens, 0, 0, blocks_for(s, tokens)
+    for i in range(counts[RUNNING]):
         slot = s.running[i]
-        context += numbers[slot, KNOWN]
+        if numbers[slot, LIMIT] - numbers[slot, KNOWN] > 1:  # else it ends with its next token
+            count += 1
+            context += numbers[slot, KNOWN]
         if s.times[slot, WANTED] <= wanted:
             pending += max(0, numbers[slot, PROMPT] - numbers[slot, SCHEDULED])
-    for i in range(now[HEAD], now[TAIL]):
+    for i in range(counts[HEAD], counts[TAIL]):
         slot = s.waiting[i]
-        context += numbers[slot, KNOWN]
+        if numbers[slot, LIMIT] - numbers[slot, KNOWN] > 1:
+            count += 1
+            context += numbers[slot, KNOWN]
         if s.times[slot, WANTED] <= wanted:
             pending += numbers[slot, KNOWN]
             needed += blocks_for(s, numbers[slot, KNOWN])
     decodes = min(count, s.limits[MAX_BATCH] - 1)  # all that are here, by then
     if step(s, decodes + 1, context + tokens, 0)[1] > s.factors[GOAL]:
         return np.inf
-    chunk, each = step(s, decodes, context, pending)
-    each += others
-    flying = _predicted(s, s.shape) + others if now[FLYING] > 0 else 0.0  # the newest
-    steps = -(-pending // chunk) + _until_room(s, count + 1 - s.limits[MAX_BATCH], needed - num_free(s))
-    stages = (s.limits[PIPELINE] - 1) * max(each, flying)  # behind the first; nobody overtakes what is in flight
-    return (flying + steps * each + stages) * (1 + s.factors[MARGIN])
+    rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
+    stages, begin = s.limits[PIPELINE], max(left_of_flight(s, now), ahead)
+    begin += others if counts[FLYING] > 0 else before
+    free = s.clocks[stages - 1] - now
+    if s.limits[POLICY] == PREFILL_FIRST:
+        took = whole_steps(s, now + begin, now + free, tokens, wanted, others) - now
+        if rest > 0:
+            took += rest * (step(s, decodes, context, 0)[1] + others)
+    else:
+        chunk, each = step(s, decodes, context, pending)
+        steps = -(-pending // chunk) + rest
+        took = max(begin + (stages - 1) * each, free) + steps * (each + others) - others
+    return took * (1 + s.factors[MARGIN]) / (1 - (RESERVE if lately else 0.0))
 
 
 @making
@@ -128,5 +195,6 @@ def _until_room(s: State, places: int, blocks: int) -> int:
     return longest
 
 
-next_turn = entry(tuple_of(I64, F64), STATE)(turn)
-seconds_to_first_token = entry(F64, STATE, I64, F64, F64)(first_token)
+expected_in_the_way = entry(tuple_of(F64, F64, BOOL), STATE, F64)(in_the_way)
+next_turn = entry(tuple_of(I64, F64), STATE, F64)(turn)
+seconds_to_first_token = entry(F64, STATE, I64, F64, F64, F64, F64, F64, BOOL)(first_token)

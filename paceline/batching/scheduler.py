@@ -12,11 +12,13 @@ from paceline.batching import blocks, moves, policies
 from paceline.batching.budget import GoalBudget, Pace
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import Policy
-from paceline.batching.prediction import next_turn, seconds_to_first_token
+from paceline.batching.prediction import expected_in_the_way, next_turn, seconds_to_first_token
 from paceline.batching.sharing import time_of_next_due
 from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
+    BEGIN,
+    BESIDE,
     BLOCK_SIZE,
     BY_GOAL,
     CACHED_TOKENS,
@@ -124,6 +126,7 @@ class Scheduler:
         self.state = make_state(config, policy, pipeline, budget, lookahead is not None)
         self.handle = Handle(STATE, self.state)
         self.flying: dict[int, Batch] = {}  # by the batch's number
+        self._begun: dict[int, float] = {}  # likewise: when it was composed
         self._sequences = np.empty(len(self.state.numbers), object)
         self._ids = np.empty(len(self.state.numbers), object)
         self.preempted: list[Sequence] = []  # until somebody takes note
@@ -192,15 +195,29 @@ class Scheduler:
 
     # What it expects
 
-    def first_token(self, request: Request, others: float) -> float:
-        """Seconds until a request that comes now would have its first token (`prediction.first_token`)."""
+    def first_token(
+        self, request: Request, now: float, ways: Iterable[tuple[float, float, bool]] = ()
+    ) -> float:  # fmt: skip
+        """Seconds until a request that comes now would have its first token (`prediction.first_token`), with others
+        `in_the_way`."""
         self._keep_pace()
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
-        return float(seconds_to_first_token(self.handle, request.prompt_tokens, place, others))
+        ahead = before = others = 0.0
+        any_lately = False
+        for left, seconds, lately in ways:
+            ahead, others, any_lately = max(ahead, left), others + seconds, any_lately or lately
+            before += 0.0 if left > 0 else seconds
+        tokens = request.prompt_tokens
+        return float(seconds_to_first_token(self.handle, tokens, place, now, ahead, before, others, any_lately))
 
-    def turn(self) -> tuple[int, float]:
+    def in_the_way(self, now: float) -> tuple[float, float, bool]:
+        """What it is to another group on its device (`prediction.in_the_way`)."""
+        left, seconds, lately = expected_in_the_way(self.handle, now)
+        return float(left), float(seconds), bool(lately)
+
+    def turn(self, now: float) -> tuple[int, float]:
         """Prompt tokens and seconds of the next step; 0 seconds: there is nothing to do, or nobody knows."""
-        tokens, seconds = next_turn(self.handle)
+        tokens, seconds = next_turn(self.handle, now)
         return int(tokens), float(seconds)
 
     def next_due(self, chunk: int, each: float) -> float:
@@ -213,8 +230,8 @@ class Scheduler:
         """The batch has left the first stage."""
         _leave_first_stage(self.state, id)
 
-    def compose(self, group: int) -> Batch | None:
-        """The next step, in flight from now on. None: there is nothing to do, or it has to wait.
+    def compose(self, group: int, now: float) -> Batch | None:
+        """The next step, in flight from `now` on. None: there is nothing to do, or it has to wait.
 
         `preempted` grows by those who lost their blocks for it.
         """
@@ -224,15 +241,15 @@ class Scheduler:
             chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, _pending(self.handle, budget), budget)
             s.chosen[: len(chosen)] = chosen
         self._keep_pace()
-        s.factors[SPENT] = spent
+        s.factors[SPENT], s.factors[BEGIN] = spent, now
         count = _compose(self.handle)
         self.note_preempted()
         if not count:
             return None
-        now = s.now.tolist()
-        number = now[NEXT_BATCH] - 1
+        counts = s.now.tolist()
+        number = counts[NEXT_BATCH] - 1
         step = s.steps[number % self.pipeline, :, :count]
-        slots, drafts = step[SLOT], step[DRAFT].tolist() if now[DRAFTING] and step[DRAFT].any() else None
+        slots, drafts = step[SLOT], step[DRAFT].tolist() if counts[DRAFTING] and step[DRAFT].any() else None
         shape = StepShape(*s.shape.tolist())
         batch = Batch(
             number,
@@ -242,19 +259,20 @@ class Scheduler:
             step[START].tolist(),
             step[LENGTH].tolist(),
             s.emits[number % self.pipeline, :count].tobytes(),
-            now[DECODES],
+            counts[DECODES],
             shape,
             self._predicted(shape, spent if drafts else None),
             self.pace.of(shape.tokens) if self.pace else 1.0,
             tuple(self.preempted),
             drafts,
         )
-        self.flying[number] = batch
+        self.flying[number], self._begun[number] = batch, now
         return batch
 
     def _keep_pace(self) -> None:
-        if self.pace:
-            self.state.factors[PACE], self.state.factors[WIDE] = self.pace.factor, self.pace.wide
+        if pace := self.pace:
+            factors = self.state.factors
+            factors[PACE], factors[WIDE], factors[BESIDE] = pace.factor, pace.wide, pace.beside
 
     def _predicted(self, shape: StepShape, spent: float | None) -> float | None:
         """Seconds of the step, if all is drafted that may be, which takes `spent`; None: nothing is drafted."""
@@ -274,11 +292,13 @@ class Scheduler:
         """
         if id not in self.flying:
             return None
-        batch = self.flying.pop(id)
+        batch, begun = self.flying.pop(id), self._begun.pop(id)
         self.state.factors[LANDED] = now
         slots = self.state.steps[id % self.pipeline, SLOT, : len(batch.requests)]
         if self.pace and result.seconds and not batch.drafts:
             self.pace.observe(batch.shape, result.seconds - result.draft_seconds)
+        if self.pace and result.seconds and self.pipeline == 1:  # else it may have waited for a stage
+            self.pace.observe_beside(now - begun - result.seconds)
         tokens, gone = result.tokens, list[int]()
         if result.failed or self._num_ended:
             tokens = tokens.copy()
@@ -347,6 +367,7 @@ class Scheduler:
     def reset(self) -> list[Sequence]:
         """The KV cache is lost: everything starts over, and no cached prefix is left. Returns those that had ended."""
         self.flying.clear()
+        self._begun.clear()
         ended = [sequence for sequence in self.running if sequence.ended]
         for sequence in ended:
             sequence.row[IN_FLIGHT] = 0

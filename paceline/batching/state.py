@@ -36,8 +36,9 @@ ARRIVAL, WANTED, TBT, LAST = range(4)
     CACHED_TOKENS, NEXT_BATCH, AT, NUM_COUNTS,
 ) = range(28)  # fmt: skip
 # `factors`: what steps take over what is predicted, what those that compute take over that, seconds of drafting in this
-# step, goal between tokens, its margin, when the last step was complete
-PACE, WIDE, SPENT, GOAL, MARGIN, LANDED, NUM_FACTORS = range(7)
+# step, goal between tokens, its margin, when the last step was complete, when this one is composed, what steps take
+# beside the engine
+PACE, WIDE, SPENT, GOAL, MARGIN, LANDED, BEGIN, BESIDE, NUM_FACTORS = range(9)
 # rows of `blocks`: holders; a stack of spare ones and, from its end, one of those away; neighbours among the idle ones;
 # whether a hash is known
 HOLDERS, STACK, OLDER, NEWER, FULL = range(5)
@@ -61,6 +62,8 @@ class State(NamedTuple):
     steps: Ints  # [pipeline, 4, slots] the step that is being composed, and those in flight: a ring by batch number
     emits: Bytes  # [pipeline, slots] whether their slices will yield a token
     sizes: Ints  # [pipeline] slices
+    ends: Floats  # [pipeline] when they are expected to be done
+    clocks: Floats  # [pipeline] when each stage is expected to be free of them
     shape: Ints  # [7] what the newest one's time depends on, as `core.batch.StepShape`
     lost: Ints  # [2 slots] who lost its blocks for it
     listed: Ints  # [slots] scratch
@@ -74,9 +77,9 @@ class State(NamedTuple):
 
 
 STATE = Pointer(
-    State, factors=FLOATS, numbers=INTS_2D, times=FLOATS_2D, steps=array_of(I64, 3), emits=array_of(U8, 2),
-    tables=array_of(I32, 2), hashes=INTS_2D, blocks=array_of(I32, 2), buckets=array_of(I32, 1), linear=FLOATS,
-    terms=FLOATS,
+    State, factors=FLOATS, numbers=INTS_2D, times=FLOATS_2D, steps=array_of(I64, 3), emits=array_of(U8, 2), ends=FLOATS,
+    clocks=FLOATS, tables=array_of(I32, 2), hashes=INTS_2D, blocks=array_of(I32, 2), buckets=array_of(I32, 1),
+    linear=FLOATS, terms=FLOATS,
 )  # fmt: skip
 
 
@@ -106,9 +109,10 @@ def make(
         limits, now, factors, row((slots, NUM_COLUMNS), np.int64), row((slots, 4)), row(slots, np.int64),
         row(slots, np.int64), np.arange(slots - 1, -1, -1), row(2 * slots, np.int64), row(slots, np.int64),
         row(slots, np.int64), row(pipeline + 1, np.int64), row((pipeline, 4, slots), np.int64),
-        row((pipeline, slots), np.uint8), row(pipeline, np.int64), row(7, np.int64), row(2 * slots, np.int64),
-        row(slots, np.int64), row((slots, table), np.int32), row((slots, 1), np.int64), row((5, count), np.int32),
-        row(count, np.int64), row(1 << (2 * count - 1).bit_length(), np.int32), linear, terms,
+        row((pipeline, slots), np.uint8), row(pipeline, np.int64), row(pipeline), row(pipeline), row(7, np.int64),
+        row(2 * slots, np.int64), row(slots, np.int64), row((slots, table), np.int32), row((slots, 1), np.int64),
+        row((5, count), np.int32), row(count, np.int64), row(1 << (2 * count - 1).bit_length(), np.int32), linear,
+        terms,
     )  # fmt: skip
 
 

@@ -19,11 +19,12 @@ from paceline.batching.budget import seconds
 from paceline.batching.lending import share_out
 from paceline.batching.moves import add, end, fits, num_waiting, reset
 from paceline.batching.policies import compose, land, leave_first_stage, wanted
-from paceline.batching.prediction import first_token, turn
+from paceline.batching.prediction import first_token, in_the_way, turn
 from paceline.batching.residency import gives_way, loading
 from paceline.batching.sharing import narrow, next_due, next_in_turn, soonest
 from paceline.batching.state import (
     ARRIVAL,
+    BEGIN,
     BLOCK_SIZE,
     CHUNKS_LAST,
     DRAFTING,
@@ -211,7 +212,7 @@ def _compose(w: World, lane: int, now: float) -> bool:
         return False
     for g in range(0 if alone else len(network.states)):
         if not scratch.tried[g]:
-            scratch.chunks[g], seconds_of_it = turn(state_at(network.states[g]))
+            scratch.chunks[g], seconds_of_it = turn(state_at(network.states[g]), now)
             each += seconds_of_it
     for g in range(0 if alone else len(network.states)):
         if not scratch.tried[g]:
@@ -226,6 +227,7 @@ def _compose(w: World, lane: int, now: float) -> bool:
             share_out(lenders.states[begin:past], lenders.sizes[begin:past], lenders.place[g] - begin)
         if w.drafts.most[g] > 0:
             draft(w.drafts, g, s)
+        s.factors[BEGIN] = now
         if w.there.up[g] and compose(s) > 0:
             _take_off(w, lane, g, now)
             return True
@@ -360,10 +362,10 @@ def _has_device(w: World, g: int) -> bool:
 
 
 @part
-def _host(w: World, r: int, arrival: float) -> int:
+def _host(w: World, r: int, now: float) -> int:
     """Of the groups that are `able` to take a request the one that is to (`Controller.submit`); -1: none is."""
     network, there, able, expected, queued = w.network, w.there, w.scratch.able, w.scratch.expected, w.scratch.queued
-    ttft, count = w.requests.ttft[r], len(w.network.states)
+    arrival, ttft, count = w.requests.arrivals[r], w.requests.ttft[r], len(w.network.states)
     narrow(able, there.up, there.resident)
     for g in range(count):
         queued[g], expected[g] = 0, 0.0
@@ -372,13 +374,17 @@ def _host(w: World, r: int, arrival: float) -> int:
         s = state_at(network.states[g])
         queued[g] = num_waiting(s) + s.now[RUNNING]
         if network.rules[g, 1] > 0:
-            others = 0.0
+            ahead, before, others, any_lately = 0.0, 0.0, 0.0, False
             for other in range(count):
                 if other != g and network.lanes[other] == network.lanes[g]:
-                    others += turn(state_at(network.states[other]))[1]
-            expected[g] = first_token(s, w.requests.prompts[r], wanted(arrival, ttft, network.rules[g, 0] > 0), others)
+                    left, turn_s, lately = in_the_way(state_at(network.states[other]), now)
+                    ahead, others, any_lately = max(ahead, left), others + turn_s, any_lately or lately
+                    before += 0.0 if left > 0 else turn_s
+            place = wanted(arrival, ttft, network.rules[g, 0] > 0)
+            tokens = w.requests.prompts[r]
+            expected[g] = first_token(s, tokens, place, now, ahead, before, others, any_lately)
             if not there.up[g] and expected[g] > 0:
-                expected[g] += loading(there.load_s[g], there.resident[g], there.since[g], arrival)
+                expected[g] += loading(there.load_s[g], there.resident[g], there.since[g], now)
     return soonest(expected, queued, able)
 
 
@@ -418,14 +424,14 @@ def _swap(w: World, lane: int, now: float) -> None:
             gone = gives_way(w.scratch.able, queued, used, there.came, there.emitted, now - first[i], now)
             if gone < 0:
                 return
-            _lose(w, gone)
+            _lose(w, gone, now)
             loaded -= 1
         there.resident[i], there.since[i], there.back[i], first[i] = True, now, now + there.load_s[i], np.inf
         loaded += 1
 
 
 @part
-def _lose(w: World, gone: int) -> None:
+def _lose(w: World, gone: int, now: float) -> None:
     """A group's model leaves its device: its batches are lost, and its sequences start over, at other groups that have
     it or when it is back."""
     network, there, requests, flights = w.network, w.there, w.requests, w.flights
@@ -444,7 +450,7 @@ def _lose(w: World, gone: int) -> None:
                 g != gone and there.up[g] and network.hosts[requests.models[r], g] > 0
                 and fits(state_at(network.states[g]), requests.prompts[r], requests.outputs[r])
             )  # fmt: skip
-        g = _host(w, r, requests.arrivals[r])
+        g = _host(w, r, now)
         if g >= 0:
             t, taken = state_at(network.states[g]), _add(w, g, r)
             t.numbers[taken, KNOWN] = t.numbers[taken, PROMPT] = known

@@ -20,12 +20,12 @@ def forced(every: int) -> Schedule:
     def change(scheduler: Scheduler) -> None:
         steps, compose = count(1), scheduler.compose
 
-        def step(group: int) -> Batch | None:
+        def step(group: int, now: float) -> Batch | None:
             if not scheduler.flying and next(steps) % every == 0 and scheduler.running:
                 sequence = scheduler.running[-1]
                 _preempt(scheduler.handle, sequence.slot)
                 scheduler.preempted.append(sequence)
-            return compose(group)
+            return compose(group, now)
 
         scheduler.compose = step
 
@@ -39,9 +39,9 @@ def off_and_on(every: int) -> Schedule:
         steps, compose, limits = count(1), scheduler.compose, scheduler.state.limits
         budget = int(limits[TOKEN_BUDGET])
 
-        def step(group: int) -> Batch | None:
+        def step(group: int, now: float) -> Batch | None:
             limits[TOKEN_BUDGET] = 1 if not scheduler.flying and next(steps) % every < every // 2 else budget
-            return compose(group)
+            return compose(group, now)
 
         scheduler.compose = step
 
