@@ -23,6 +23,9 @@ from paceline.runtime.messages import (
 )
 
 BEAT_S = 0.2
+# By how much the system is to prefer others, in its own unit. Where all cores step, the front end, which needs little,
+# else waits for tens of milliseconds until it may answer.
+YIELDS = 10
 Load = Callable[[Callable[[int, int], None]], Engine]  # gets a progress callback (bytes done, bytes in all)
 
 
@@ -32,6 +35,7 @@ def serve(descriptor: int, loads: Sequence[Load], resident: Sequence[bool] = (),
     `resident`: which of them stay loaded, all by default; with `check` the others are loaded once, to see whether they
     can be. Returns the process's exit code: 1 where no engine can be loaded. A front end that is gone ends the worker.
     """
+    os.nice(YIELDS)
     channel = WorkerEnd(descriptor)
     loop = Loop(channel, loads)
     threading.Thread(target=beat, args=(channel, loop), daemon=True).start()
