@@ -275,6 +275,7 @@ class EncoderRunner:
             raise ModelError(f"not enough memory: {plan.total >> 20} MiB are needed, more than {memory >> 20} MiB")
         encoder = load_encoder(checkpoint, config, device=device, kind=kind, progress=progress, peers=peers)
         pages.trim_heap()
+        pages.keep_heap()
         fits = min(context, num_blocks * block_size)
         info = EngineInfo(num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size)
         return EncoderRunner(encoder, info, max_batch_tokens)

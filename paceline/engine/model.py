@@ -5,9 +5,11 @@ read once a step (SARATHI, section 3), and attention is per slice. Weights are c
 a device; it was run and measured on CPU only.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -52,17 +54,29 @@ class Layer:
 Embedding = Callable[[Tensor], Tensor]  # token ids [tokens] to [tokens, hidden] float32
 
 
-class MappedEmbedding:
-    """Token embeddings in the mapped file: only the rows of a step are read and converted."""
+class FileEmbedding:
+    """Token embeddings in the file: only the rows of a step are read and converted.
+
+    Not through the file's mapping: there the system maps 16 pages around each row, so that in time the whole table is
+    resident, or all of that is to be given back and mapped again in every step.
+    """
 
     def __init__(self, checkpoint: Checkpoint, name: str, shape: tuple[int, int]):
-        self.table, self.checkpoint, self.name = checkpoint.view(name, shape), checkpoint, name
+        self.table = checkpoint.view(name, shape)
+        self.path, self.begin = checkpoint.place(name)
+        self.file = os.open(self.path, os.O_RDONLY)
+        finalize(self, os.close, self.file)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        rows = F.embedding(tokens, self.table).float()
-        # The system maps 16 pages around each row; without this the whole table would be resident in time.
-        self.checkpoint.release(self.name)
-        return rows
+        count, width = self.table.shape
+        rows = torch.empty(len(tokens), width, dtype=self.table.dtype)
+        memory, size = memoryview(rows.view(torch.uint8).numpy().reshape(-1)), width * self.table.element_size()
+        for place, token in enumerate(tokens.tolist()):
+            assert 0 <= token < count
+            into = memory[place * size : (place + 1) * size]
+            if os.preadv(self.file, (into,), self.begin + token * size) != size:
+                raise OSError(f"{self.path}: it is shorter than it was")
+        return rows.float()
 
 
 class HeldEmbedding:
@@ -87,7 +101,7 @@ def load_embedding(
 ) -> Embedding:
     """`own`: the rows of this rank, where it holds any."""
     if device == "cpu":
-        return MappedEmbedding(checkpoint, name, shape)
+        return FileEmbedding(checkpoint, name, shape)
     rows = checkpoint.view(name, shape)[own.start : own.stop].to(device)
     return HeldEmbedding(rows, own, peers.sum_ if peers and len(own) < shape[0] else None)
 

@@ -174,6 +174,7 @@ class ModelRunner:
             )
             read += checkpoint.total_bytes
         pages.trim_heap()
+        pages.keep_heap()
         pool = most_blocks or num_blocks, block_size, device, lends, dtype
         caches = [KVCache(part.config, *pool) for part in parts]
         plan = MemoryPlan(baseline, weights, num_blocks * block_bytes, activations)

@@ -65,6 +65,10 @@ class Checkpoint:
             self.maps[entry.file], dtype=DTYPES[entry.dtype], count=prod(shape), offset=entry.begin
         ).view(shape)
 
+    def place(self, name: str) -> tuple[Path, int]:
+        """The tensor's file, and the byte at which it begins there."""
+        return self.entries[name].file, self.entries[name].begin
+
     def nbytes(self, name: str) -> int:
         entry = self.entries.get(name)
         return entry.end - entry.begin if entry else 0
