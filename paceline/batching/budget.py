@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code=no-any-return
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,7 @@ class Pace:
 
     FOLLOWS, SLOWLY, MOST = 0.2, 0.05, 1.5  # shares of the newest step; the most that it may be off by
     LONGEST_S = 0.02  # beside the engine; what is longer is a stall
+    REST_S = 30.0  # without a step, after which a third of what was learnt is left
 
     def __init__(self, predict: Callable[[StepShape], float]) -> None:
         self.predict = predict
@@ -63,6 +65,11 @@ class Pace:
 
     def observe_beside(self, seconds: float) -> None:
         self.beside += self.FOLLOWS * (min(max(seconds, 0.0), self.LONGEST_S) - self.beside)
+
+    def rest(self, seconds: float) -> None:
+        """So long there was no step. Who is refused for what was learnt once must not be refused for ever."""
+        left = math.exp(-seconds / self.REST_S)
+        self.factor, self.wide, self.beside = self.factor**left, self.wide**left, self.beside * left
 
 
 @dataclass(frozen=True, slots=True)

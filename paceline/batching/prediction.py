@@ -14,6 +14,7 @@ from paceline.batching.budget import add_chunk, seconds_at_pace, widest_of
 from paceline.batching.moves import num_waiting
 from paceline.batching.policies import PREFILL_FIRST, done, joins, seconds_of_whole
 from paceline.batching.state import (
+    BESIDE,
     FLYING,
     GOAL,
     HEAD,
@@ -159,7 +160,7 @@ def first_token(
             pending += numbers[slot, KNOWN]
             needed += blocks_for(s, numbers[slot, KNOWN])
     decodes = min(count, s.limits[MAX_BATCH] - 1)  # all that are here, by then
-    if step(s, decodes + 1, context + tokens, 0)[1] > s.factors[GOAL]:
+    if step(s, decodes + 1, context + tokens, 0)[1] - s.factors[BESIDE] > s.factors[GOAL]:
         return np.inf
     rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
     stages, begin = s.limits[PIPELINE], max(left_of_flight(s, now), ahead)

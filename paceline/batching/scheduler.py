@@ -71,6 +71,7 @@ from paceline.core.protocols import Lookahead
 from paceline.core.request import HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Request, Sequence
 
 Predict = Callable[[StepShape], float]
+IDLE_S = 1.0  # without a step: from then on what was learnt of steps is forgotten, little by little
 
 
 _compose = entry(I64, STATE)(policies.compose)
@@ -127,6 +128,7 @@ class Scheduler:
         self.handle = Handle(STATE, self.state)
         self.flying: dict[int, Batch] = {}  # by the batch's number
         self._begun: dict[int, float] = {}  # likewise: when it was composed
+        self._rested = 0.0  # up to when it is counted that there was no step
         self._sequences = np.empty(len(self.state.numbers), object)
         self._ids = np.empty(len(self.state.numbers), object)
         self.preempted: list[Sequence] = []  # until somebody takes note
@@ -200,7 +202,7 @@ class Scheduler:
     ) -> float:  # fmt: skip
         """Seconds until a request that comes now would have its first token (`prediction.first_token`), with others
         `in_the_way`."""
-        self._keep_pace()
+        self._keep_pace(now)
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
         ahead = before = others = 0.0
         any_lately = False
@@ -240,7 +242,7 @@ class Scheduler:
             budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
             chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, _pending(self.handle, budget), budget)
             s.chosen[: len(chosen)] = chosen
-        self._keep_pace()
+        self._keep_pace(now)
         s.factors[SPENT], s.factors[BEGIN] = spent, now
         count = _compose(self.handle)
         self.note_preempted()
@@ -269,9 +271,12 @@ class Scheduler:
         self.flying[number], self._begun[number] = batch, now
         return batch
 
-    def _keep_pace(self) -> None:
+    def _keep_pace(self, now: float) -> None:
         if pace := self.pace:
             factors = self.state.factors
+            if not self.flying and (idle := now - max(self._rested, float(factors[LANDED]))) > IDLE_S:
+                pace.rest(idle)
+                self._rested = now
             factors[PACE], factors[WIDE], factors[BESIDE] = pace.factor, pace.wide, pace.beside
 
     def _predicted(self, shape: StepShape, spent: float | None) -> float | None:

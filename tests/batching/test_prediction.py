@@ -195,6 +195,20 @@ def test_what_steps_take_beside_the_engine_counts():
     assert expected / 1.05 == pytest.approx(took + 0.004, rel=0.01)
 
 
+def test_nobody_is_refused_for_ever_because_the_machine_was_slow_once():
+    """While all are refused there is no step to learn from."""
+    took, goal = STEP.seconds(StepShape().add(0, 100, True)), SLO(ttft=0.06)
+    controller, now = Controller([replace(config("a"), predict=STEP.seconds, admission=True)]), 0.0
+    for turn in range(20):
+        _, (batch,) = controller.turn([Submit(Request(f"slow{turn}", 100, 1, now, "a"))], now)
+        now += 1.5 * took
+        result = StepResult(bytearray(b"\1"), finished=[(0, "length")], seconds=1.5 * took)
+        controller.turn([Complete(0, batch.id, result)], now)
+    refused = [controller.turn([Submit(Request(str(i), 100, 1, now + i, "a", goal))], now + i)[0] for i in range(60)]
+    kinds = [events[0].kind for events in refused]
+    assert kinds[0] == "rejected" and "accepted" in kinds
+
+
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_the_prediction_is_late_rather_than_early(pipeline):
     """Of all requests in a busy minute, hardly any comes later than was said when it arrived."""
