@@ -36,6 +36,8 @@ from paceline.batching.state import (
 from paceline.compiled import BOOL, F64, I64, entry, making, part, tuple_of
 from paceline.core.request import HELD, IN_FLIGHT, KNOWN, LIMIT, PROMPT, SCHEDULED
 
+Ways = tuple[float, float, float, bool]
+NOBODY: Ways = (0.0, 0.0, 0.0, False)
 LATELY_S, RESERVE = 10.0, 0.3  # others on the device had a step so many seconds ago: such a share of the time is kept
 
 
@@ -127,6 +129,13 @@ def in_the_way(s: State, now: float) -> tuple[float, float, bool]:
     one of late."""
     lately = s.factors[LANDED] > 0 and now - s.factors[LANDED] < LATELY_S
     return left_of_flight(s, now), turn(s, now)[1], lately
+
+
+@part
+def with_another(ways: Ways, left: float, seconds: float, lately: bool) -> Ways:
+    """What several groups on the device are to this one: `first_token`'s arguments from `ahead` on."""
+    ahead, before, others, any_lately = ways
+    return max(ahead, left), before + (0.0 if left > 0 else seconds), others + seconds, any_lately or lately
 
 
 @part

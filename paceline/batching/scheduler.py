@@ -12,7 +12,7 @@ from paceline.batching import blocks, moves, policies
 from paceline.batching.budget import GoalBudget, Pace
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import Policy
-from paceline.batching.prediction import expected_in_the_way, next_turn, seconds_to_first_token
+from paceline.batching.prediction import NOBODY, expected_in_the_way, next_turn, seconds_to_first_token, with_another
 from paceline.batching.sharing import time_of_next_due
 from paceline.batching.state import (
     ADAPTIVE,
@@ -85,7 +85,7 @@ _reset = entry(VOID, STATE)(moves.reset)
 
 # likewise, interpreted
 _leave_first_stage, _wanted = plain(policies.leave_first_stage), plain(policies.wanted)
-_num_free = plain(blocks.num_free)
+_num_free, _with_another = plain(blocks.num_free), plain(with_another)
 
 
 def make_state(
@@ -204,13 +204,10 @@ class Scheduler:
         `in_the_way`."""
         self._keep_pace(now)
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
-        ahead = before = others = 0.0
-        any_lately = False
-        for left, seconds, lately in ways:
-            ahead, others, any_lately = max(ahead, left), others + seconds, any_lately or lately
-            before += 0.0 if left > 0 else seconds
-        tokens = request.prompt_tokens
-        return float(seconds_to_first_token(self.handle, tokens, place, now, ahead, before, others, any_lately))
+        all_ways = NOBODY
+        for way in ways:
+            all_ways = _with_another(all_ways, *way)
+        return float(seconds_to_first_token(self.handle, request.prompt_tokens, place, now, *all_ways))
 
     def in_the_way(self, now: float) -> tuple[float, float, bool]:
         """What it is to another group on its device (`prediction.in_the_way`)."""

@@ -19,7 +19,7 @@ from paceline.batching.budget import seconds
 from paceline.batching.lending import share_out
 from paceline.batching.moves import add, end, fits, num_waiting, reset
 from paceline.batching.policies import compose, land, leave_first_stage, wanted
-from paceline.batching.prediction import first_token, in_the_way, turn
+from paceline.batching.prediction import NOBODY, first_token, in_the_way, turn, with_another
 from paceline.batching.residency import gives_way, loading
 from paceline.batching.sharing import narrow, next_due, next_in_turn, soonest
 from paceline.batching.state import (
@@ -374,15 +374,14 @@ def _host(w: World, r: int, now: float) -> int:
         s = state_at(network.states[g])
         queued[g] = num_waiting(s) + s.now[RUNNING]
         if network.rules[g, 1] > 0:
-            ahead, before, others, any_lately = 0.0, 0.0, 0.0, False
+            ways = NOBODY
             for other in range(count):
                 if other != g and network.lanes[other] == network.lanes[g]:
                     left, turn_s, lately = in_the_way(state_at(network.states[other]), now)
-                    ahead, others, any_lately = max(ahead, left), others + turn_s, any_lately or lately
-                    before += 0.0 if left > 0 else turn_s
+                    ways = with_another(ways, left, turn_s, lately)
             place = wanted(arrival, ttft, network.rules[g, 0] > 0)
             tokens = w.requests.prompts[r]
-            expected[g] = first_token(s, tokens, place, now, ahead, before, others, any_lately)
+            expected[g] = first_token(s, tokens, place, now, ways[0], ways[1], ways[2], ways[3])
             if not there.up[g] and expected[g] > 0:
                 expected[g] += loading(there.load_s[g], there.resident[g], there.since[g], now)
     return soonest(expected, queued, able)
