@@ -10,7 +10,6 @@ import numpy as np
 
 from paceline.batching.state import (
     BESIDE,
-    GOAL,
     KNEE,
     MARGIN,
     MAXIMUM,
@@ -138,11 +137,11 @@ def seconds_at_pace(s: State, shape: tuple[int, ...]) -> float:
 
 @making
 def room_within_goals(s: State, prompts: Ints, read: int, goal: float) -> int:
-    """Tokens of a step whose decodes are taken, and read so many from the cache. `goal`: seconds, of those."""
+    """Tokens of a step whose decodes are taken, and read so many from the cache. `goal`: `moves.goal_of_step`."""
     shape, width = np.zeros(7, np.int64), s.now[WIDTH]
     shape[0] = shape[1] = shape[2] = width
     shape[3] = read
-    within = (min(s.factors[GOAL], goal) - s.factors[SPENT]) / (s.factors[PACE] * (1 + s.factors[MARGIN]))
+    within = (goal - s.factors[SPENT] / (1 + s.factors[MARGIN])) / s.factors[PACE]
     return widest_of(s, within, shape, prompts)
 
 

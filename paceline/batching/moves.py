@@ -23,6 +23,7 @@ from paceline.batching.state import (
     ARRIVAL,
     AT,
     AWAY,
+    BESIDE,
     BLOCK_SIZE,
     CACHED_TOKENS,
     DECODES,
@@ -32,10 +33,12 @@ from paceline.batching.state import (
     EVER_HELD,
     FLYING,
     FREE_SLOTS,
+    GOAL,
     HEAD,
     KNEE,
     LENGTH,
     LOST,
+    MARGIN,
     MAX_BATCH,
     MAX_MODEL_LEN,
     NEXT_SERIAL,
@@ -129,16 +132,23 @@ def room(s: State) -> int:
     """Tokens that the step may still take: the fixed budget, or what the goals make of the decodes taken."""
     width = s.limits[TOKEN_BUDGET]
     if s.limits[KNEE] > 0 and s.now[PROMPTS] + num_waiting(s) > 0:
-        read, goal, step = 0, np.inf, s.steps[s.now[AT]]
+        read, step = 0, s.steps[s.now[AT]]
         for i in range(s.now[SLICES]):
             read += step[START, i] * step[LENGTH, i]
-        running, numbers, times = s.running, s.numbers, s.times
-        for i in range(s.now[RUNNING]):
-            slot = running[i]
-            if numbers[slot, COMPUTED] >= numbers[slot, PROMPT]:
-                goal = min(goal, times[slot, TBT])
-        width = min(room_within_goals(s, candidates(s, width - s.now[WIDTH]), read, goal), width)
+        width = min(room_within_goals(s, candidates(s, width - s.now[WIDTH]), read, goal_of_step(s)), width)
     return width - s.now[WIDTH]
+
+
+@part
+def goal_of_step(s: State) -> float:
+    """Seconds that the next step should be predicted to take in the engine, at most: by the tightest goal, the group's
+    or that of a running decode, less what steps take beside the engine and the margin. Infinity: there is no goal."""
+    goal, running, numbers, times = s.factors[GOAL], s.running, s.numbers, s.times
+    for i in range(s.now[RUNNING]):
+        slot = running[i]
+        if numbers[slot, COMPUTED] >= numbers[slot, PROMPT]:
+            goal = min(goal, times[slot, TBT])
+    return (goal - s.factors[BESIDE]) / (1 + s.factors[MARGIN])
 
 
 @part

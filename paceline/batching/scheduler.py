@@ -81,6 +81,7 @@ _add = entry(I64, STATE, I64, I64, F64, F64, F64, I64)(moves.add)
 _take_no_more = entry(VOID, STATE, I64)(moves.take_no_more)
 _end = entry(VOID, STATE, I64)(moves.end)
 _pending = entry(I64, STATE, I64)(moves.pending)
+_goal_of_step = entry(F64, STATE)(moves.goal_of_step)
 _reset = entry(VOID, STATE)(moves.reset)
 
 # likewise, interpreted
@@ -235,11 +236,12 @@ class Scheduler:
         `preempted` grows by those who lost their blocks for it.
         """
         s, spent = self.state, 0.0
-        if self.lookahead and s.now[DRAFTING]:
-            budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
-            chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, _pending(self.handle, budget), budget)
-            s.chosen[: len(chosen)] = chosen
         self._keep_pace(now)
+        if self.lookahead and s.now[DRAFTING]:
+            budget, order, goal = self.config.token_budget, s.running[: s.now[RUNNING]], _goal_of_step(self.handle)
+            waits = _pending(self.handle, budget)
+            chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
+            s.chosen[: len(chosen)] = chosen
         s.factors[SPENT], s.factors[BEGIN] = spent, now
         count = _compose(self.handle)
         self.note_preempted()

@@ -8,11 +8,14 @@ from paceline.core.batch import Batch, StepResult
 class Lookahead(Protocol):
     """How many tokens to draft, asked in every step in which somebody may. Arrays are NumPy's; slots the group's."""
 
-    def choose(self, numbers: Any, drafts: Any, running: Any, pending: int, budget: int) -> tuple[Any, float]:
+    def choose(
+        self, numbers: Any, drafts: Any, running: Any, pending: int, budget: int, goal: float
+    ) -> tuple[Any, float]:
         """Tokens to draft by slot, at most `drafts`, and the seconds that drafting them should take.
 
         `numbers` [slots, NUM_COLUMNS] are the sequences; `running` the slots whose decodes the step takes where they
-        are ready; `pending` prompt tokens wait, of which the step takes what the `budget` (tokens) leaves.
+        are ready; `pending` prompt tokens wait, of which the step takes what the `budget` (tokens) leaves. `goal`:
+        seconds that its decodes may take with their drafts, if they can be done in that time without any.
         """
         ...
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.batching.moves import pending
+from paceline.batching.moves import goal_of_step, pending
 from paceline.batching.state import (
     ADAPTIVE,
     DRAFT,
@@ -106,7 +106,7 @@ def draft(d: Drafts, g: int, s: State) -> None:
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
         s.factors[SPENT] = choose(
             s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], pending(s, budget), budget,
-            d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
+            goal_of_step(s), d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
             d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], 1.0, 1.0, d.thresholds, s.chosen,
         )  # fmt: skip
 

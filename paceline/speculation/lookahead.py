@@ -73,16 +73,19 @@ class Lookahead:
         if slot < len(self.counts):
             self.counts[slot] = 0.0
 
-    def choose(self, numbers: Ints, drafts: Ints, running: Ints, pending: int, budget: int) -> tuple[Ints, float]:
+    def choose(
+        self, numbers: Ints, drafts: Ints, running: Ints, pending: int, budget: int, goal: float = math.inf
+    ) -> tuple[Ints, float]:
         """How many tokens to draft for each slot, at most `drafts`, and the seconds that drafting should take.
 
         `running`: slots whose decodes the step takes where they are ready; `pending`: prompt tokens that wait, of which
-        the step takes what the `budget`, in tokens, leaves.
+        the step takes what the `budget`, in tokens, leaves. `goal`: seconds that its decodes may take with their
+        drafts, if they can be done in that time without any.
         """
         self._grow(len(numbers))
         seconds = choose(
-            numbers, drafts, running, self.counts, self.group, pending, budget, *self._target, *self._draft,
-            self.verifying, self.drafting, THRESHOLDS, self._chosen,
+            numbers, drafts, running, self.counts, self.group, pending, budget, goal / self.pace, *self._target,
+            *self._draft, self.verifying, self.drafting, THRESHOLDS, self._chosen,
         )  # fmt: skip
         return self._chosen, seconds * self.pace
 
@@ -137,13 +140,13 @@ def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-d
 
 @njit(
     _F64(
-        _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64,
-        _F64, _F64, _FLOATS, _INTS,
+        _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _I64, _I64, _F64, _FLOATS, _F64, _F64, _FLOATS, _F64,
+        _F64, _F64, _F64, _FLOATS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
 def choose(  # type: ignore[no-untyped-def]
-    numbers, drafts, running, counts, group, pending, budget, linear, token, context, draft_linear, draft_token,
+    numbers, drafts, running, counts, group, pending, budget, goal, linear, token, context, draft_linear, draft_token,
     draft_context, verifying, slower, thresholds, chosen,
 ):  # fmt: skip
     # what each place of each draft survives with
@@ -166,8 +169,9 @@ def choose(  # type: ignore[no-untyped-def]
     best, threshold, depth, drafting = 0.0, 2.0, MAX_DRAFT_TOKENS, 0.0
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     for turn in range(3):
-        for trial in range(MAX_DRAFT_TOKENS if turn == 1 else thresholds.shape[0]):
-            least, deepest = (threshold, trial + 1) if turn == 1 else (thresholds[trial], depth)
+        trial, deepest = 0, 1 if turn == 1 else depth
+        while trial < (MAX_DRAFT_TOKENS if turn == 1 else thresholds.shape[0]):
+            least = threshold if turn == 1 else thresholds[trial]
             width, gained, draft_read = decodes, 0.0, 0
             passes[:] = 0
             for i in range(running.shape[0]):
@@ -178,20 +182,29 @@ def choose(  # type: ignore[no-untyped-def]
                     passes[j] += 1
                     draft_read += numbers[running[i], COMPUTED]
                     width += 1
-            if width > max(budget, decodes):
-                break
             seconds = draft_context * draft_read
             for some in passes[:deepest]:
                 if some > 0:
                     seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
             seconds *= slower
             whole = _seconds(linear, token, context, width, read + draft_read)
+            slowed = verifying if width > decodes else 1.0
+            took = seconds + whole * slowed
+            if width == decodes:
+                goal = goal if took <= goal else np.inf  # where it is missed without drafts, they do no harm
+            elif width > budget or took > goal:
+                if turn == 1 or deepest == 1:
+                    break
+                deepest -= 1  # survivals may all be much alike: then no threshold takes only some
+                continue
             chunk = min(pending, max(0, budget - width))
             if chunk > 0:
                 whole += _seconds(linear, 0.0, 0.0, width + chunk, 0) - _seconds(linear, 0.0, 0.0, width, 0)
-            whole = seconds + whole * (verifying if width > decodes else 1.0)
+            whole = seconds + whole * slowed
             if whole > 0 and (decodes + gained + chunk) / whole > best:
                 best, threshold, depth, drafting = (decodes + gained + chunk) / whole, least, deepest, seconds
+            trial += 1
+            deepest += turn == 1
         if threshold > 1.0:
             break  # nobody drafts
     for i in range(running.shape[0]):

@@ -143,18 +143,20 @@ def test_the_budget_counts_what_steps_that_compute_take_more():
     assert slow(decodes(4), [(0, 3)], None, wide=100.0) == 8, "narrow steps do not"
 
 
-def run(slowness: float, log: list | None = None) -> list[Batch]:
-    """Batches of one long prompt beside decodes, on a machine that is slower than predicted."""
+def run(slowness: float, log: list | None = None, beside: float = 0.0) -> list[Batch]:
+    """Batches of one long prompt beside decodes, on a machine that is slower than predicted, with so many seconds
+    between steps."""
     goal = GoalBudget(*TIMES, 8, 128, 512, 0.1)
     config = GroupConfig(scheduler=SchedulerConfig(num_blocks=3000), budget=goal, predict=seconds)
-    controller, batches = Controller([config]), []
+    controller, batches, now = Controller([config]), [], 0.0
     inputs = [Submit(Request(f"short{i}", 4, 400)) for i in range(4)] + [Submit(Request("long", 30000, 1))]
-    for turn in range(60):
+    for _ in range(60):
         if log is not None:
-            log.append((float(turn), tuple(inputs)))
-        _, (batch,) = controller.turn(inputs, float(turn))
+            log.append((now, tuple(inputs)))
+        _, (batch,) = controller.turn(inputs, now)
         batches.append(batch)
         result = StepResult(bytearray(batch.emits), seconds=slowness * seconds(batch.shape))
+        now += result.seconds + beside
         inputs = [Complete(0, batch.id, result)]
     return batches
 
@@ -167,6 +169,11 @@ def test_steps_keep_the_goal_on_a_machine_that_became_slow():
             assert batch.predicted == pytest.approx(slowness * seconds(batch.shape), rel=0.01)
             assert 0.07 < slowness * seconds(batch.shape) < 0.1001
     assert run(1.8)[50].num_tokens < run(1.0)[50].num_tokens < run(0.7)[50].num_tokens
+
+
+def test_what_steps_take_beside_the_engine_counts_towards_the_goal():
+    for batch in run(1.0, beside=0.02)[40:]:
+        assert 0.07 < seconds(batch.shape) + 0.02 < 0.1001
 
 
 def test_steps_with_drafts_are_predicted_too():

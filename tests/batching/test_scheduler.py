@@ -264,6 +264,23 @@ def test_drafts_stop_for_prompts_that_the_step_takes_and_for_no_others():
         assert set(asked[:8]) == drafted
 
 
+def test_drafts_keep_steps_within_the_goals_of_those_that_decode():
+    costs = Costs([0.1] * 100), Costs([0.0] + [0.02] * 100)  # seconds of a step, and of a drafted token
+
+    def drafted(*goals: float | None) -> set[int]:
+        lookahead = partial(Lookahead, *costs)
+        controller = Controller([GroupConfig(scheduler=SchedulerConfig(token_budget=64), lookahead=lookahead)])
+        requests = [Request(str(i), 4, 64, slo=SLO(tbt=goal), max_draft_tokens=4) for i, goal in enumerate(goals)]
+        outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: drafted)
+        trace = simulate(controller, requests, lambda batch: 0.1, outputs)
+        batches = [e.detail for e in trace if e.kind == "started"]
+        return {s.num_draft for batch in batches[:9] for s in batch.slices if s.decode}
+
+    assert drafted(None) == drafted(0.2) == drafted(0.09) == {4}, "the last goal is missed without drafts, too"
+    assert drafted(0.15) == drafted(None, 0.15) == {2}
+    assert drafted(0.11) == {0}
+
+
 def test_memory_is_planned_for_what_a_policy_composes():
     limits = SchedulerConfig(token_budget=100, max_batch=300, max_num_batched_tokens=5000)
     widest = {name: POLICIES[name].widest(limits) for name in POLICIES}

@@ -40,9 +40,11 @@ def taught(lookahead: Lookahead, *acceptance: float, tries: int = 3000) -> Looka
     return lookahead
 
 
-def chosen(lookahead: Lookahead, count: int, pending: int = 0, budget: int = 512, most: int = 16) -> list[int]:
+def chosen(
+    lookahead: Lookahead, count: int, pending: int = 0, budget: int = 512, most: int = 16, goal: float = np.inf
+) -> list[int]:
     numbers, drafts, slots = sequences(count, most)
-    return lookahead.choose(numbers, drafts, slots, pending, budget)[0][:count].tolist()
+    return lookahead.choose(numbers, drafts, slots, pending, budget, goal)[0][:count].tolist()
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,18 @@ def test_drafts_stay_within_the_budget():
     lookahead = taught(Lookahead(FLAT, None), 0.9, 0.9)
     assert sum(chosen(lookahead, 2, budget=8)) <= 6
     assert chosen(lookahead, 2, budget=1) == [0, 0]
+
+
+@pytest.mark.parametrize("pace", [1.0, 1.5])
+def test_drafts_stay_within_the_goal_where_it_can_be_held(pace):
+    lookahead = taught(Lookahead(rising(1.0, 0.05), Costs([0.1] * 600)), 0.9, 0.9)
+    lookahead.pace = pace
+    free = chosen(lookahead, 2)
+    for goal in (1.2, 1.4, 1.8):  # without drafts 1.1; a token more for both is 0.2, once the draft model has run
+        some = chosen(lookahead, 2, goal=pace * goal)
+        assert 1.0 + 0.05 * (2 + sum(some)) + 0.1 * max(some) <= goal and sum(some) <= sum(free)
+    assert chosen(lookahead, 2, goal=pace * 1.4)[0] > 0 and chosen(lookahead, 2, goal=pace * 9) == free
+    assert chosen(lookahead, 2, goal=pace * 1.0) == free, "it is missed in any case"
 
 
 def test_what_a_request_allows_and_may_still_come_are_limits():
