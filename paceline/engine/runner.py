@@ -10,7 +10,6 @@ import gc
 import sys
 from array import array
 from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -18,33 +17,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
-from paceline.engine import attention, experts, pages, sampler, verdict
+from paceline.engine import attention, load_plan, pages, sampler, verdict
 from paceline.engine.attention import SliceSpan, plan_step
-from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.config import ModelConfig
 from paceline.engine.draft_models import DecoderModel, DraftModel
-from paceline.engine.drafters import KEPT_ROWS, Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel
+from paceline.engine.drafters import Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel
 from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job, in_parts
 from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
-from paceline.engine.kv_cache import KVCache, MemoryPlan, can_lend, kv_dtype, pool_blocks, resident_bytes
-from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
-from paceline.engine.model import EMBEDDING, Decoder, Progress, load_decoder
-from paceline.engine.parallel import Part, Peers, Place, part_of
+from paceline.engine.kv_cache import KVCache, kv_dtype
+from paceline.engine.load_plan import LOGIT_ROWS
+from paceline.engine.model import Decoder, Progress
+from paceline.engine.parallel import Peers, Place
 from paceline.engine.sampler import SamplingState
-from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.verdict import compared
-from paceline.engine.vocabulary import shared_vocabulary
-from paceline.engine.weights import Checkpoint
 from paceline.speculation import ngram, rejection
-from paceline.speculation.trigram import Trigrams
 
-# Bytes that steps leave behind: oneDNN's compiled kernels, one per layer shape and row count, and what the allocator
-# keeps. Measured 58 and 66 MiB after steps of seven sizes with the shapes of Llama 3.2 1B and Qwen 2.5 0.5B.
-KEPT = 64 << 20
 NO_DISTRIBUTION = "the model gave no distribution (logits are NaN or infinite)"
-LOGIT_ROWS = 64  # logits at a time: bounds their memory where every prompt token's are asked for
 
 
 class ModelRunner:
@@ -115,84 +105,36 @@ class ModelRunner:
         `early_exit_layers`, None: a quarter of them. With `peers` it is this worker's part of the model; draft models,
         and the first layers for early exit once more, are with worker 0. Raises ModelError.
         """
-        if quantization not in QUANTIZATIONS:
-            raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
         place = peers.place if peers else Place()
-        drafts = DrafterName.parse(drafter)
-        judges = drafts.kind != "ngram"
-        paths = [Path(path), Path(drafts.path)] if drafts.kind == "model" else [Path(path)]
-        configs = [ModelConfig.load(path) for path in paths]
-        config = configs[0]
-        if context is not None and not 1 <= context <= config.max_context:
-            raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
-        limited, context = context is not None, context or config.max_context
-        checkpoints = [Checkpoint(path) for path in paths]
-        exit_layers = config.exit_layers(early_exit_layers) if drafts.kind == "early_exit" else 0
-        if exit_layers and place.parallel.devices > 1:  # nobody has all of the first layers and the head: a draft model
-            configs, checkpoints = configs * 2, checkpoints * 2
-        vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
-        table = _trigrams(Path(drafts.path), paths[0], config.vocab_size) if drafts.kind == "trigram" else None
-        if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
-            drafts, configs, checkpoints, table = DrafterName("ngram"), configs[:1], checkpoints[:1], None
-        drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
-        parts = [part_of(config, place, quantization), *map(part_of, drafters)]
+        models = load_plan.models(Path(path), quantization, context, drafter, early_exit_layers, place)
         if threads is not None:
             torch.set_num_threads(threads)
-        for part in (part for part in parts if part.layers):
-            _warm_up(part.config, block_size, device)
-        file = paths[0] / "tokenizer.json"
-        grammars = Grammars(file if file.is_file() else None, config.vocab_size, config.eos_ids)
-        baseline = resident_bytes() if device == "cpu" else 0
-        activations = max(activation_bytes(part.config, max_batch_tokens, context) for part in parts)
-        if judges:
-            # distributions kept, and what a verdict makes of those of target and draft
-            activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
-        weights = sum(part.weight_bytes(quantization) for part in parts)
-        if device != "cpu":  # which holds the rows of the embedding, too
-            for checkpoint, one, part in zip(checkpoints, configs, parts, strict=True):
-                weights += checkpoint.nbytes(f"{EMBEDDING}.weight") // one.vocab_size * len(part.embedding)
-        dtype, block_bytes = kv_dtype(quantization), block_size * _token_bytes(parts, quantization)
-        lends = lent is not None and all(can_lend(part.config, block_size, device, dtype) for part in parts)
-        if num_blocks is None:
-            sizes = partial(
-                _blocks, block_bytes // block_size, block_size, memory=memory, useful_tokens=max_batch * context,
-                device=device, peers=peers,
-            )  # fmt: skip
-            used = baseline + weights + activations + reserve
-            num_blocks = sizes(used=used + (lent or 0), share=share)
-            most_blocks = sizes(used=used) if lent is not None else None
-        most_blocks = max(num_blocks, most_blocks or 0) if lends else None
-        if limited and num_blocks * block_size < context:
-            room = num_blocks * block_size
-            raise ModelError(f"context: the KV cache holds {room} tokens, less than one sequence of {context}")
-        kind, decoders, read, total = best_kind(device, quantization), [], 0, sum(c.total_bytes for c in checkpoints)
-        for checkpoint, one, part in zip(checkpoints, configs, parts, strict=True):
-            some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
-            with_peers = peers if part is parts[0] else None
-            decoders.append(
-                load_decoder(checkpoint, one, device=device, kind=kind, progress=some, part=part, peers=with_peers)
-            )
-            read += checkpoint.total_bytes
+        for part in models.parts:
+            if part.layers:
+                _warm_up(part.config, block_size, device)
+        config, drafts = models.configs[0], models.drafts
+        grammars = Grammars(models.tokenizer, config.vocab_size, config.eos_ids)
+        info = load_plan.plan(
+            models, max_batch_tokens=max_batch_tokens, max_batch=max_batch, device=device, memory=memory,
+            num_blocks=num_blocks, most_blocks=most_blocks, block_size=block_size, context=context, share=share,
+            reserve=reserve, lent=lent, peers=peers,
+        )  # fmt: skip
+        decoders = models.load(device, peers, progress)
         pages.trim_heap()
         pages.keep_heap()
-        pool = most_blocks or num_blocks, block_size, device, lends, dtype
-        caches = [KVCache(part.config, *pool) for part in parts]
-        plan = MemoryPlan(baseline, weights, num_blocks * block_bytes, activations)
-        fits = min(context, num_blocks * block_size)
-        info = EngineInfo(
-            num_blocks, block_size, plan.weights, plan.kv, plan.total, fits, config.vocab_size, most_blocks,
-            (block_bytes,) if lends else (),
-        )  # fmt: skip
+        lends, dtype = bool(info.block_bytes), kv_dtype(quantization)
+        pool = info.most_blocks or info.num_blocks, block_size, device, lends, dtype
+        caches = [KVCache(part.config, *pool) for part in models.parts]
         runner = ModelRunner(decoders[0], caches[0], info, grammars, device, peers)
         runner.caches = caches
         if len(decoders) > 1:
-            model = DecoderModel(decoders[1], caches[1], runner._progress, vocabulary)
+            model = DecoderModel(decoders[1], caches[1], runner._progress, models.vocabulary)
             runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose)
         elif drafts.kind == "early_exit":
-            model = DecoderModel(decoders[0].first(exit_layers), caches[0].first(exit_layers), runner._progress)
-            runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose)
-        elif table is not None:
-            runner.drafter = TokenByToken(TrigramModel(table, device), LOGIT_ROWS)
+            first, cache = (of.first(models.exit_layers) for of in (decoders[0], caches[0]))
+            runner.drafter = TokenByToken(DecoderModel(first, cache, runner._progress), LOGIT_ROWS, ngram.propose)
+        elif models.table is not None:
+            runner.drafter = TokenByToken(TrigramModel(models.table, device), LOGIT_ROWS)
         if drafts.lookup:
             runner.drafter = InTurn(PromptLookup(), runner.drafter)
         return runner
@@ -449,59 +391,6 @@ class ModelRunner:
             elif job.take(token, logprob):
                 going.append(job)
         return going
-
-
-def _blocks(
-    token_bytes: int, block_size: int, *, used: int, share: float = 1.0, memory: int | None, useful_tokens: int,
-    device: str, peers: Peers | None,
-) -> int:  # fmt: skip
-    """`pool_blocks`, of the worker of a group that has room for the fewest. Raises ModelError at all of them."""
-    fault, blocks = None, 0
-    try:
-        blocks = pool_blocks(
-            token_bytes, block_size, used=used, memory=memory, useful_tokens=useful_tokens, share=share, device=device,
-        )  # fmt: skip
-    except ModelError as error:
-        fault = error
-    if peers:
-        blocks = peers.least(blocks)
-    if blocks < 1:
-        raise fault or ModelError("not enough memory at another worker of the group")
-    return blocks
-
-
-def _token_bytes(parts: list[Part], quantization: str) -> int:
-    return max(1, sum(part.config.kv_bytes_per_token(quantization) for part in parts))
-
-
-def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:
-    """Of a text file, in the tokens of the model in `path`. Raises ModelError."""
-    try:
-        tokens = Tokenizer.load(path).encode(text.read_text(encoding="utf-8"), add_special_tokens=False)
-        return Trigrams(np.array([token for token in tokens if token < vocabulary], np.int64), vocabulary)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"drafter: trigram:{text}: {error}") from error
-
-
-def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:
-    """The most that one step holds beside weights and KV.
-
-    The widest layer's rows (of our own kernels, which run a whole layer, all its parts and their work space; of torch's
-    operators states, norm, projections and heads or both halves of the MLP), logits of LOGIT_ROWS rows with a copy for
-    the sampler, and what attention needs.
-    """
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    if "tiled" in best_kind("cpu"):
-        row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
-        widest = max(config.hidden, config.intermediate, config.expert_intermediate, queries)
-        inside = min(max_batch_tokens, kernels.BLOCK) * (4 * config.intermediate + kernels.LINE)
-        space = inside + kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
-    else:
-        row, space = 3 * config.hidden + max(3 * queries + 2 * keys, 3 * config.intermediate), 0
-    row = max(row, experts.row_floats(config) if config.sparse else 0)
-    logits = 2 * LOGIT_ROWS * config.vocab_size
-    working = attention.working_bytes(config, max_batch_tokens, context)
-    return 4 * (row * max_batch_tokens + logits) + space + working + KEPT
 
 
 def _warm_up(config: ModelConfig, block_size: int, device: str) -> None:

@@ -1,0 +1,195 @@
+"""What a worker loads, and the memory that is planned for it before the weights are read."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from paceline.core.drafter_name import DrafterName
+from paceline.core.work import EngineInfo
+from paceline.engine import attention, experts
+from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine.drafters import KEPT_ROWS
+from paceline.engine.kv_cache import MemoryPlan, can_lend, kv_dtype, pool_blocks, resident_bytes
+from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
+from paceline.engine.model import EMBEDDING, Decoder, Progress, load_decoder
+from paceline.engine.parallel import Part, Peers, Place, part_of
+from paceline.engine.tokenizer import Tokenizer
+from paceline.engine.vocabulary import SharedVocabulary, shared_vocabulary
+from paceline.engine.weights import Checkpoint
+from paceline.speculation.trigram import Trigrams
+
+# Bytes that steps leave behind: oneDNN's compiled kernels, one per layer shape and row count, and what the allocator
+# keeps. Measured 58 and 66 MiB after steps of seven sizes with the shapes of Llama 3.2 1B and Qwen 2.5 0.5B.
+KEPT = 64 << 20
+LOGIT_ROWS = 64  # logits at a time: bounds their memory where every prompt token's are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A worker's part of the target, and of what drafts for it: lists begin with the target's."""
+
+    drafts: DrafterName
+    quantization: str
+    configs: list[ModelConfig]
+    checkpoints: list[Checkpoint]
+    parts: list[Part]
+    exit_layers: int  # early exit is behind so many; 0: there is none
+    vocabulary: SharedVocabulary | None  # of target and draft model; None where it is the same
+    table: Trigrams | None
+    judges: bool  # whether drafts may come with a distribution, at any worker
+
+    @property
+    def tokenizer(self) -> Path | None:
+        file = self.checkpoints[0].folder / "tokenizer.json"
+        return file if file.is_file() else None
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys and values of a token."""
+        return max(1, sum(part.config.kv_bytes_per_token(self.quantization) for part in self.parts))
+
+    def weight_bytes(self, device: str) -> int:
+        weights = sum(part.weight_bytes(self.quantization) for part in self.parts)
+        if device != "cpu":  # which holds the rows of the embedding, too
+            for checkpoint, one, part in zip(self.checkpoints, self.configs, self.parts, strict=True):
+                weights += checkpoint.nbytes(f"{EMBEDDING}.weight") // one.vocab_size * len(part.embedding)
+        return weights
+
+    def load(self, device: str, peers: Peers | None, progress: Progress) -> list[Decoder]:
+        """Reads the weights. Raises ModelError."""
+        kind, read, decoders = best_kind(device, self.quantization), 0, []
+        total = sum(checkpoint.total_bytes for checkpoint in self.checkpoints)
+        for checkpoint, one, part in zip(self.checkpoints, self.configs, self.parts, strict=True):
+            some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
+            with_peers = peers if part is self.parts[0] else None
+            decoders.append(
+                load_decoder(checkpoint, one, device=device, kind=kind, progress=some, part=part, peers=with_peers)
+            )
+            read += checkpoint.total_bytes
+        return decoders
+
+
+def models(
+    path: Path, quantization: str, context: int | None, drafter: str, early_exit_layers: int | None, place: Place
+) -> Models:
+    """What the worker in this place loads, with the options of `ModelRunner.load`. Raises ModelError."""
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    drafts = DrafterName.parse(drafter)
+    judges = drafts.kind != "ngram"
+    paths = [path, Path(drafts.path)] if drafts.kind == "model" else [path]
+    configs = [ModelConfig.load(path) for path in paths]
+    config = configs[0]
+    if context is not None and not 1 <= context <= config.max_context:
+        raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
+    checkpoints = [Checkpoint(path) for path in paths]
+    exit_layers = config.exit_layers(early_exit_layers) if drafts.kind == "early_exit" else 0
+    if exit_layers and place.parallel.devices > 1:  # nobody has all of the first layers and the head: a draft model
+        configs, checkpoints = configs * 2, checkpoints * 2
+    vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
+    table = _trigrams(Path(drafts.path), path, config.vocab_size) if drafts.kind == "trigram" else None
+    if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
+        drafts, configs, checkpoints, table = DrafterName("ngram"), configs[:1], checkpoints[:1], None
+    drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
+    parts = [part_of(config, place, quantization), *map(part_of, drafters)]
+    return Models(drafts, quantization, configs, checkpoints, parts, exit_layers, vocabulary, table, judges)
+
+
+def plan(
+    models: Models,
+    *,
+    max_batch_tokens: int,
+    max_batch: int,
+    device: str,
+    memory: int | None,
+    num_blocks: int | None,
+    most_blocks: int | None,
+    block_size: int,
+    context: int | None,
+    share: float,
+    reserve: int,
+    lent: int | None,
+    peers: Peers | None,
+) -> EngineInfo:
+    """How the process's memory will be used, with the options of `ModelRunner.load`. To be made when all is loaded but
+    the weights, since what the process holds already counts. Raises ModelError where there is too little."""
+    config, quantization = models.configs[0], models.quantization
+    limited, context = context is not None, context or config.max_context
+    baseline = resident_bytes() if device == "cpu" else 0
+    activations = max(activation_bytes(part.config, max_batch_tokens, context) for part in models.parts)
+    if models.judges:
+        # distributions kept, and what a verdict makes of those of target and draft
+        activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
+    weights, token_bytes = models.weight_bytes(device), models.token_bytes
+    lends = lent is not None and all(
+        can_lend(part.config, block_size, device, kv_dtype(quantization)) for part in models.parts
+    )
+    if num_blocks is None:
+        sizes = partial(
+            _blocks, token_bytes, block_size, memory=memory, useful_tokens=max_batch * context, device=device,
+            peers=peers,
+        )  # fmt: skip
+        used = baseline + weights + activations + reserve
+        num_blocks = sizes(used=used + (lent or 0), share=share)
+        most_blocks = sizes(used=used) if lent is not None else None
+    most_blocks = max(num_blocks, most_blocks or 0) if lends else None
+    if limited and num_blocks * block_size < context:
+        room = num_blocks * block_size
+        raise ModelError(f"context: the KV cache holds {room} tokens, less than one sequence of {context}")
+    block_bytes = block_size * token_bytes
+    whole = MemoryPlan(baseline, weights, num_blocks * block_bytes, activations)
+    return EngineInfo(
+        num_blocks, block_size, weights, whole.kv, whole.total, min(context, num_blocks * block_size),
+        config.vocab_size, most_blocks, (block_bytes,) if lends else (),
+    )  # fmt: skip
+
+
+def _blocks(
+    token_bytes: int, block_size: int, *, used: int, share: float = 1.0, memory: int | None, useful_tokens: int,
+    device: str, peers: Peers | None,
+) -> int:  # fmt: skip
+    """`pool_blocks`, of the worker of a group that has room for the fewest. Raises ModelError at all of them."""
+    fault, blocks = None, 0
+    try:
+        blocks = pool_blocks(
+            token_bytes, block_size, used=used, memory=memory, useful_tokens=useful_tokens, share=share, device=device,
+        )  # fmt: skip
+    except ModelError as error:
+        fault = error
+    if peers:
+        blocks = peers.least(blocks)
+    if blocks < 1:
+        raise fault or ModelError("not enough memory at another worker of the group")
+    return blocks
+
+
+def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:
+    """Of a text file, in the tokens of the model in `path`. Raises ModelError."""
+    try:
+        tokens = Tokenizer.load(path).encode(text.read_text(encoding="utf-8"), add_special_tokens=False)
+        return Trigrams(np.array([token for token in tokens if token < vocabulary], np.int64), vocabulary)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"drafter: trigram:{text}: {error}") from error
+
+
+def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:
+    """The most that one step holds beside weights and KV.
+
+    The widest layer's rows (of our own kernels, which run a whole layer, all its parts and their work space; of torch's
+    operators states, norm, projections and heads or both halves of the MLP), logits of LOGIT_ROWS rows with a copy for
+    the sampler, and what attention needs.
+    """
+    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    if "tiled" in best_kind("cpu"):
+        row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
+        widest = max(config.hidden, config.intermediate, config.expert_intermediate, queries)
+        inside = min(max_batch_tokens, kernels.BLOCK) * (4 * config.intermediate + kernels.LINE)
+        space = inside + kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
+    else:
+        row, space = 3 * config.hidden + max(3 * queries + 2 * keys, 3 * config.intermediate), 0
+    row = max(row, experts.row_floats(config) if config.sparse else 0)
+    logits = 2 * LOGIT_ROWS * config.vocab_size
+    working = attention.working_bytes(config, max_batch_tokens, context)
+    return 4 * (row * max_batch_tokens + logits) + space + working + KEPT
