@@ -80,12 +80,14 @@ def profile_drafts(
     results: list[DraftResult] = []
     for one in drafters:
         label = str(one.drafter._replace(path=one.drafter.path and default_name(one.drafter.path)))
+        label += f", quantization: {one.quantization}" if one.quantization else ""
         loading = bars.add_task(f"loading {name}, {label}", total=None)
         room = {"max_batch_tokens": 256, "max_batch": 1, "num_blocks": 32}
         runner = ModelRunner.load(
             path,
             drafter=str(one.drafter),
             early_exit_layers=one.early_exit_layers,
+            draft_quantization=one.quantization,
             progress=lambda done, total, task=loading: bars.update(task, completed=done, total=total),  # type: ignore[misc]
             **room | limits,
         )

@@ -24,6 +24,7 @@ class Drafting:
     early_exit_layers: int | None = None
     max_draft_tokens: int = 0  # 0: nobody drafts
     adaptive: bool = True  # as many as pay, instead of always the most
+    quantization: str | None = None  # of a draft model; None: as its target
 
     @staticmethod
     def of(speculation: Speculation) -> "Drafting":
@@ -32,7 +33,15 @@ class Drafting:
         drafter = DrafterName("ngram") if speculation.drafter == "none" else _resolved(speculation.drafter)
         if layers is not None and drafter.kind != "early_exit":
             raise ValueError("speculation.early_exit_layers: is only allowed with drafter: early_exit")
-        return Drafting() if speculation.drafter == "none" else Drafting(drafter, layers, most, speculation.adaptive)
+        if speculation.quantization is not None and drafter.kind != "model":
+            raise ValueError("speculation.quantization: is only allowed with a draft model")
+        if speculation.drafter == "none":
+            return Drafting()
+        return Drafting(drafter, layers, most, speculation.adaptive, speculation.quantization)
+
+    def quantized(self, target: str) -> str:
+        """How what drafts for a target that is quantized so is quantized itself."""
+        return self.quantization or target
 
     @property
     def model(self) -> Path | None:

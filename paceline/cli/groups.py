@@ -118,7 +118,7 @@ def held_of(sizes: Sequence[float], memory: int) -> int | None:
 def weight_bytes(model: Model, parallel: Parallel) -> float:
     """Of the first worker's part, with what it holds to draft by."""
     whole, draft = model.encoder or ModelConfig.load(model.path), _draft(model, parallel)
-    beside = draft.weight_bytes(model.quantization) if draft else 0
+    beside = draft.weight_bytes(model.drafting.quantized(model.quantization)) if draft else 0
     return whole.weight_bytes(model.quantization) / parallel.devices + beside
 
 
@@ -128,7 +128,7 @@ def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:
         return None
     per_token = ModelConfig.load(model.path).kv_bytes_per_token(model.quantization) / parallel.devices
     if draft := _draft(model, parallel):
-        per_token += draft.kv_bytes_per_token(model.quantization)
+        per_token += draft.kv_bytes_per_token(model.drafting.quantized(model.quantization))
     return max(1, int(room / (per_token * BLOCK_SIZE)))
 
 
@@ -152,6 +152,7 @@ def worker_options(model: Model, limits: Limits, share: float, lends: bool = Fal
         quantization=model.quantization,
         drafter=str(drafting.drafter),
         early_exit_layers=drafting.early_exit_layers,
+        draft_quantization=drafting.quantization,
         share=share,
         lends=lends,
         **limits,

@@ -107,20 +107,21 @@ def paced(
     device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
     needed = measures or tbt is not None or model.slo.ttft is not None or chooses
 
-    def profile_of(path: Path, name: str, options: list[str], needed: bool) -> Profile | None:
-        file = profile_cache.cache_file(path, model.quantization, device)
+    def profile_of(path: Path, quantization: str, name: str, options: list[str], needed: bool) -> Profile | None:
+        file = profile_cache.cache_file(path, quantization, device)
         known = profile_cache.load(file)
         if known is None and needed:
-            measured_here(path, name, ["--quick", *options, "--quantization", model.quantization])
+            measured_here(path, name, ["--quick", *options, "--quantization", quantization])
             known = profile_cache.load(file)
             assert known is not None
         return known
 
-    model = replace(model, profile=profile_of(model.path, model.name, options, needed))
+    model = replace(model, profile=profile_of(model.path, model.quantization, model.name, options, needed))
     if chooses and model.drafting.model:
         name, begin = f"{model.name}'s draft model", options.index("--context") if "--context" in options else None
         own = options if begin is None else options[:begin] + options[begin + 2 :]  # its context may be shorter
-        model = replace(model, draft_profile=profile_of(model.drafting.model, name, own, True))
+        quantization = model.drafting.quantized(model.quantization)
+        model = replace(model, draft_profile=profile_of(model.drafting.model, quantization, name, own, True))
     if model.profile is None:
         return model
     model = replace(model, step_time=model.profile.step_time)

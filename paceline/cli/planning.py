@@ -237,15 +237,16 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: Li
         if not files:
             raise ValueError(f"speculation.drafter: early_exit needs files, and {entry.name!r} has a profile only")
         path = resolve(entry.source)
-    model = _beside(model, drafting, path, entry.quantization)
+    model = _beside(model, drafting, path, drafting.quantized(entry.quantization))
     if rate is None:
         return model
     if drafting.model:
-        draft = profile_cache.load(_kept(drafting.model, entry.quantization, threads))
+        quantization = drafting.quantized(entry.quantization)
+        draft = profile_cache.load(_kept(drafting.model, quantization, threads))
         if draft is None:
             raise ValueError(
                 f"speculation.drafter: {drafting.model} has no profile on this machine; run `paceline profile "
-                f"{drafting.model}` first"
+                f"{drafting.model} --quantization {quantization}` first"
             )
         draft = replace(draft, step_time=draft.step_time.paced(live.paces))
     cost = costs(drafting, path, entry.quantization, model.step_time, draft)
@@ -253,7 +254,7 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: Li
 
 
 def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization: str) -> SimulatedModel:
-    """With what the first worker holds to draft by. `path`: of a target that exits early."""
+    """With what the first worker holds to draft by, quantized so. `path`: of a target that exits early."""
     shapes, kv_bytes = dict(model.table.shapes), dict[Parallel, int]()
     for parallel, shape in model.table.shapes.items():
         if config := draft_config(drafting.drafter, path, drafting.early_exit_layers, parallel.devices):

@@ -1,6 +1,7 @@
 """`paceline profile`: measures a model's steps here, and says what follows for the token budget."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,7 +110,8 @@ def profile(
     if speculation:
         if text and not text.is_file():
             raise ValueError(f"text: {text} is not a file")
-        drafters = [Drafting.of(Speculation(drafter=one)) for one in drafts or ()]
+        asked = (Drafting.of(Speculation(drafter=one)) for one in drafts or ())
+        drafters = [way for one in asked for way in _ways(one, quantization)]
         limits = {"threads": threads, "quantization": quantization}
         with _progress() as bars:
             told = text.read_text(encoding="utf-8") if text else draft_profile.standard_text()
@@ -163,6 +165,12 @@ def profile(
     if plot and figure:
         draw(figure, result, plot, name)
     errors.print(f"kept in {kept}", highlight=False, soft_wrap=True)
+
+
+def _ways(drafting: Drafting, quantization: str) -> list[Drafting]:
+    """To draft so: a draft model as it is, and in int8, which takes less time and is as exact."""
+    int8 = [replace(drafting, quantization="int8")] if drafting.model and quantization == "none" else []
+    return [drafting, *int8]
 
 
 def _refuse(options: dict[str, Any], whose: str) -> None:

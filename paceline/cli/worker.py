@@ -33,6 +33,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quantization: str = "none"
     drafter: str = "ngram"  # `DrafterName`; of requests that are to have drafts
     early_exit_layers: int | None = None
+    draft_quantization: str | None = None  # of a draft model; None: as its target
     share: float = 1.0  # of what memory is left for KV
     lends: bool = False  # what its part of the memory has left, to the other models of the worker
 
@@ -82,7 +83,7 @@ def loads(group: GroupOptions) -> list[Load]:
             with suppress(ValueError):  # it will say so itself
                 later += weight_bytes(
                     Path(other.path), place, quantization=other.quantization, drafter=other.drafter,
-                    early_exit_layers=other.early_exit_layers,
+                    early_exit_layers=other.early_exit_layers, draft_quantization=other.draft_quantization,
                 )  # fmt: skip
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name not in ("path", "lends")}
         if index in infos:

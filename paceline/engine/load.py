@@ -10,13 +10,18 @@ from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.parallel import Place, part_of
 
 
-def load_engine(path: Path, *, drafter: str = "ngram", early_exit_layers: int | None = None, **options: Any) -> Engine:
+def load_engine(
+    path: Path, *, drafter: str = "ngram", early_exit_layers: int | None = None, draft_quantization: str | None = None,
+    **options: Any,
+) -> Engine:  # fmt: skip
     """As config.json's architectures say, with the options of `ModelRunner.load`. Raises ModelError."""
     if not is_encoder(path):
         from paceline.engine.runner import ModelRunner  # what the other kind does not need takes memory
 
-        return ModelRunner.load(path, drafter=drafter, early_exit_layers=early_exit_layers, **options)
-    if drafter != "ngram" or early_exit_layers is not None:
+        return ModelRunner.load(
+            path, drafter=drafter, early_exit_layers=early_exit_layers, draft_quantization=draft_quantization, **options
+        )
+    if drafter != "ngram" or early_exit_layers is not None or draft_quantization is not None:
         raise ModelError(f"drafter: {path} is an encoder, which has no tokens to draft")
     from paceline.engine.encoder import EncoderRunner
 
@@ -25,11 +30,11 @@ def load_engine(path: Path, *, drafter: str = "ngram", early_exit_layers: int | 
 
 def weight_bytes(
     path: Path, place: Place, *, quantization: str = "none", drafter: str = "ngram",
-    early_exit_layers: int | None = None,
+    early_exit_layers: int | None = None, draft_quantization: str | None = None,
 ) -> int:  # fmt: skip
     """Of what a worker holds: its part, and the first one what it drafts by. Raises ModelError."""
     if is_encoder(path):
         return EncoderConfig.load(path).weight_bytes(quantization) // place.parallel.devices
     own = part_of(ModelConfig.load(path), place, quantization).weight_bytes(quantization)
     draft = draft_config(DrafterName.parse(drafter), path, early_exit_layers, place.parallel.devices)
-    return own + (draft.weight_bytes(quantization) if draft and place.number == 0 else 0)
+    return own + (draft.weight_bytes(draft_quantization or quantization) if draft and place.number == 0 else 0)

