@@ -1,13 +1,15 @@
 """Is choosing how many tokens to draft worth it? Against no drafts and the best fixed number, by load and acceptance.
 
-Simulated, with what steps take on this machine and drafts that cost a tenth and a third of the target's. There is no
-noise: what is lost here is lost by the choice.
+Simulated, with what steps take on this machine and drafts that cost a tenth and a third of the target's. Once without
+noise: what is lost is lost by the choice. Once with noise, and steps that differ from their profiles: what is lost is
+lost by finding out (`drafts_in_noise`).
 """
 
 from itertools import product
 
 import numpy as np
 
+from benchmarks import drafts_in_noise
 from benchmarks.checkpoints import checkpoint
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
@@ -51,6 +53,7 @@ def run(model: str) -> dict:
         "least over none": min(over_none), "least over the best": min(over_best),
         "mean over the best": round(float(np.mean(over_best)), 4),
         "below 0.97 of the best": sum(one < 0.97 for one in over_best), "rows": rows,
+        "in noise": drafts_in_noise.run(profile.step_time),
     }  # fmt: skip
 
 

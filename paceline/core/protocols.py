@@ -23,10 +23,10 @@ class Lookahead(Protocol):
         """A step is done: each slot (-1: none) drafted so many tokens and yielded so many in all."""
         ...
 
-    def observe_times(self, drafted: Any, read: int, seconds: float, draft_seconds: float) -> None:
+    def observe_times(self, slots: Any, drafted: Any, read: int, seconds: float, draft_seconds: float) -> None:
         """A step of decodes is done, that drafted so many tokens each and read so many tokens from the cache.
 
-        `seconds` of the whole step, `draft_seconds` of drafting in it.
+        `seconds` of the whole step, `draft_seconds` of drafting in it. Comes before `observe`.
         """
         ...
 

@@ -57,6 +57,7 @@ class Drafts(NamedTuple):
     more: Floats  # [2 groups, 2]: seconds for a token, and for a token that it reads
     counts: NDArray[np.float64]  # [groups, slots, 2, MAX_DRAFT_TOKENS]
     group: NDArray[np.float64]  # [groups, 2, MAX_DRAFT_TOKENS]
+    behind: Ints  # [groups, slots] tokens that the draft model has to catch up with; here that takes nothing
     thresholds: Floats
 
 
@@ -75,6 +76,7 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.array([(one.token, one.context) for one in costs], np.float64).reshape(-1, 2),
         np.zeros((len(drafts), slots * any(some), 2, MAX_DRAFT_TOKENS)),
         np.zeros((len(drafts), 2, MAX_DRAFT_TOKENS)),
+        np.zeros((len(drafts), slots * any(some)), np.int64),
         THRESHOLDS,
     )
 
@@ -104,9 +106,9 @@ def draft(d: Drafts, g: int, s: State) -> None:
     if s.now[DRAFTING] > 0 and s.limits[ADAPTIVE] > 0:
         own, budget = d.ends[2 * g], s.limits[TOKEN_BUDGET]
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
-        s.factors[SPENT] = choose(
-            s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], pending(s, budget), budget,
-            goal_of_step(s), d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
+        s.factors[SPENT], _ = choose(
+            s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.behind[g],
+            pending(s, budget), budget, goal_of_step(s), 0.0, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
             d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], 1.0, 1.0, d.thresholds, s.chosen,
         )  # fmt: skip
 
@@ -125,7 +127,7 @@ def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float
         return 0.0
     own, middle, end = d.ends[2 * g], d.ends[2 * g + 1], d.ends[2 * g + 2]
     drafting, _ = expected(
-        drafted[:drafts], read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
+        drafted[:drafts], 0, read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
         d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1],
     )  # fmt: skip
     return drafting
@@ -143,4 +145,5 @@ def judge(d: Drafts, g: int, s: State, at: int) -> None:
             left = s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN]
             emits[i] = 1 + num_staying(s.numbers[slot, TAG], left, drafted, d.acceptance[g])
     if some and s.limits[ADAPTIVE] > 0:
-        observe(step[SLOT, :count], step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g], d.group[g])
+        observe(step[SLOT, :count], step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g], d.group[g],
+                d.behind[g])

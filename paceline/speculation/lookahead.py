@@ -8,10 +8,13 @@ the place of certain progress, so under load nobody drafts, and without load as 
 SmartSpec (Liu et al., 2024) has one K for all requests.
 
 Acceptance is learnt per sequence and place in the draft: decaying counts, over those of the whole group, which decay
-slower, over what is believed of the place before. What is not tried is forgotten, too, and so is tried again now and
-then. Times come from profiles of both models, and by how much real steps differ from them is learnt as well: drafting
-and verifying take more than two models alone (each finds the caches full of the other's weights, and there are verdicts
-to be made), and without that a draft that seems worth it makes things slower.
+slower over what is believed of the place before. What is not tried is forgotten, too, and so is tried again now and
+then. Times come from profiles of both models, and by how much real steps differ from them is learnt as well (`times`):
+drafting and verifying take more than two models alone (each finds the caches full of the other's weights, and there are
+verdicts to be made), and without that a draft that seems worth it makes things slower. It is learnt from steps with
+drafts next to steps without any. So what seems slower of both is tried, too, as often as a small share of the time
+pays for it: the closer they are the more often. A draft model that has not drafted has to catch up first, which is no
+reason not to begin, but part of what a try costs.
 """
 
 import math
@@ -24,15 +27,14 @@ from numpy.typing import NDArray
 
 from paceline.core.request import COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
 from paceline.latency.step_time import StepTime
+from paceline.speculation.times import Times
 
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
 _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
 GUESS = 0.9  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
-WEIGHT = 8.0  # of what is believed beforehand, in tries
-FOLLOWS, SLOWLY = 0.1, 0.05  # shares of the newest step in what is known of times
-MOST = 2.0  # that it may be off by
-FORGETS = 0.998  # of what is known of times with drafts, as an exponent, with every step without any
+WEIGHT, GROUP_WEIGHT = 16.0, 8.0  # of what is believed of a sequence beforehand, and of the group, in tries
+TRIES, FIRST, SAVES = 0.003, 5.0, 10.0  # share of the time for tries; to begin with, and at most, in steps
 KEEPS, IDLE_KEEPS = 0.95, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.999  # of the group's, with every step
 # survivals from which on tokens are drafted, to choose from; the first is none at all
@@ -62,16 +64,18 @@ class Lookahead:
     def __init__(self, target: Costs, draft: Costs | None) -> None:
         """`draft`: None where drafting costs nothing to speak of (n-grams)."""
         self._target, self._draft = _array(target), _array(draft or Costs([0.0]))
-        # what steps take over what profiles say: all of them, and relative to that steps with drafts, and drafting
-        self.pace, self.verifying, self.drafting = 1.0, 1.0, 1.0
+        self.times = Times()
+        self.spare = 0.0  # seconds that tries may cost
+        self._begun = False
         self.group = np.zeros((2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
         self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
+        self.behind = np.zeros(0, np.int64)  # by slot: tokens that a draft model has to catch up with before it drafts
         self._chosen = np.zeros(0, np.int64)
 
     def forget(self, slot: int) -> None:
         """Another sequence has the slot now."""
         if slot < len(self.counts):
-            self.counts[slot] = 0.0
+            self.counts[slot], self.behind[slot] = 0.0, 0
 
     def choose(
         self, numbers: Ints, drafts: Ints, running: Ints, pending: int, budget: int, goal: float = math.inf
@@ -83,48 +87,44 @@ class Lookahead:
         drafts, if they can be done in that time without any.
         """
         self._grow(len(numbers))
-        seconds = choose(
-            numbers, drafts, running, self.counts, self.group, pending, budget, goal / self.pace, *self._target,
-            *self._draft, self.verifying, self.drafting, THRESHOLDS, self._chosen,
+        pace = self.times.pace
+        seconds, cost = choose(
+            numbers, drafts, running, self.counts, self.group, self.behind, pending, budget, goal / pace,
+            self.spare / pace, *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
+            self._chosen,
         )  # fmt: skip
-        return self._chosen, seconds * self.pace
+        self.spare -= cost * pace
+        return self._chosen, seconds * pace
 
     def observe(self, slots: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
         """A step is done: each slot (-1: none) drafted so many tokens, and yielded so many in all."""
         self._grow(1 + int(slots.max(initial=-1)))
-        observe(slots, drafted, emitted, self.counts, self.group)
+        observe(slots, drafted, emitted, self.counts, self.group, self.behind)
 
     def verification(self, seconds: float) -> float:
         """Of a step with drafts, without drafting: what it should take where the profile says so many seconds."""
-        return seconds * self.pace * self.verifying
+        return seconds * self.times.pace * self.times.verifying
 
     def _grow(self, slots: int) -> None:
         if (more := slots - len(self.counts)) > 0:
             self.counts = np.concatenate([self.counts, np.zeros((more, *self.counts.shape[1:]))])
             self._chosen = np.zeros(slots, np.int64)
+            self.behind = np.concatenate([self.behind, np.zeros(more, np.int64)])
 
-    def observe_times(self, drafted: NDArray[np.uint8], read: int, seconds: float, draft_seconds: float) -> None:
+    def observe_times(
+        self, slots: Ints, drafted: NDArray[np.uint8], read: int, seconds: float, draft_seconds: float
+    ) -> None:
         """A step of decodes is done, that drafted so many tokens each and read so many tokens from the cache.
 
-        `seconds` of the whole step, `draft_seconds` of drafting in it.
+        `seconds` of the whole step, `draft_seconds` of drafting in it. What became of the drafts comes afterwards
+        (`observe`).
         """
-        draft, target = expected(drafted, read, *self._target, *self._draft)
-        drafts = bool(drafted.any())
-        ratio = (seconds - draft_seconds) / target / (self.verifying if drafts else 1.0)
-        surprise = ratio / self.pace
-        # a machine's pace changes often and for all; what drafts take beside it does not, and is forgotten slowly
-        if drafts:
-            self.verifying = _followed(self.verifying, self.verifying * surprise, SLOWLY)
-            if draft:
-                self.drafting = _followed(self.drafting, draft_seconds / draft / self.pace, SLOWLY)
-        else:
-            self.verifying, self.drafting = self.verifying**FORGETS, self.drafting**FORGETS
-        self.pace = _followed(self.pace, ratio, FOLLOWS)
-
-
-def _followed(factor: float, ratio: float, share: float) -> float:
-    change = math.log(max(ratio, 1e-9) / factor)
-    return factor * math.exp(share * min(max(change, -math.log(MOST)), math.log(MOST)))
+        self._grow(1 + int(slots.max(initial=-1)))
+        late = int(self.behind[slots[drafted > 0]].sum())
+        draft, target = expected(drafted, late, read, *self._target, *self._draft)
+        self.times.observe((seconds - draft_seconds) / target, bool(drafted.any()), draft and draft_seconds / draft)
+        self.spare = min(self.spare + TRIES * seconds, SAVES * seconds) if self._begun else FIRST * seconds
+        self._begun = True
 
 
 def _array(costs: Costs) -> tuple[Floats, float, float]:
@@ -139,15 +139,15 @@ def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-d
 
 
 @njit(
-    _F64(
-        _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _I64, _I64, _F64, _FLOATS, _F64, _F64, _FLOATS, _F64,
-        _F64, _F64, _F64, _FLOATS, _INTS,
+    types.UniTuple(_F64, 2)(
+        _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
+        _FLOATS, _F64, _F64, _F64, _F64, _FLOATS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
 def choose(  # type: ignore[no-untyped-def]
-    numbers, drafts, running, counts, group, pending, budget, goal, linear, token, context, draft_linear, draft_token,
-    draft_context, verifying, slower, thresholds, chosen,
+    numbers, drafts, running, counts, group, behind, pending, budget, goal, spare, linear, token, context, draft_linear,
+    draft_token, draft_context, verifying, slower, thresholds, chosen,
 ):  # fmt: skip
     # what each place of each draft survives with
     survival = np.zeros((running.shape[0], MAX_DRAFT_TOKENS))
@@ -162,17 +162,18 @@ def choose(  # type: ignore[no-untyped-def]
         read += row[COMPUTED]
         alive, believed = 1.0, GUESS
         for j in range(max(0, min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1))):
-            believed = (group[0, j] + WEIGHT * believed) / (group[1, j] + WEIGHT)
+            believed = (group[0, j] + GROUP_WEIGHT * believed) / (group[1, j] + GROUP_WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
             survival[i, j] = alive
     # the best step: how likely a token must be to survive, how deep drafts may be (a pass more for all of them)
-    best, threshold, depth, drafting = 0.0, 2.0, MAX_DRAFT_TOKENS, 0.0
+    best, threshold, depth, drafting, best_s, late_s = 0.0, 2.0, MAX_DRAFT_TOKENS, 0.0, 0.0, 0.0
+    plain, plain_s = 0.0, 0.0  # tokens a second, and seconds, without any
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     for turn in range(3):
         trial, deepest = 0, 1 if turn == 1 else depth
         while trial < (MAX_DRAFT_TOKENS if turn == 1 else thresholds.shape[0]):
             least = threshold if turn == 1 else thresholds[trial]
-            width, gained, draft_read = decodes, 0.0, 0
+            width, gained, draft_read, late = decodes, 0.0, 0, 0
             passes[:] = 0
             for i in range(running.shape[0]):
                 for j in range(deepest):
@@ -181,6 +182,7 @@ def choose(  # type: ignore[no-untyped-def]
                     gained += survival[i, j]
                     passes[j] += 1
                     draft_read += numbers[running[i], COMPUTED]
+                    late += behind[running[i]] if j == 0 else 0
                     width += 1
             seconds = draft_context * draft_read
             for some in passes[:deepest]:
@@ -201,31 +203,44 @@ def choose(  # type: ignore[no-untyped-def]
             if chunk > 0:
                 whole += _seconds(linear, 0.0, 0.0, width + chunk, 0) - _seconds(linear, 0.0, 0.0, width, 0)
             whole = seconds + whole * slowed
-            if whole > 0 and (decodes + gained + chunk) / whole > best:
-                best, threshold, depth, drafting = (decodes + gained + chunk) / whole, least, deepest, seconds
+            rate = (decodes + gained + chunk) / whole if whole > 0 else 0.0
+            if width == decodes:
+                plain, plain_s = rate, whole
+            elif rate > best:
+                best, threshold, depth, drafting, best_s = rate, least, deepest, seconds, whole
+                late_s = _seconds(draft_linear, draft_token, 0.0, passes[0] + late, 0)
+                late_s = slower * (late_s - _seconds(draft_linear, draft_token, 0.0, passes[0], 0))
             trial += 1
             deepest += turn == 1
-        if threshold > 1.0:
-            break  # nobody drafts
+        if best <= plain:
+            break  # nobody drafts, but to try
+    # what seems worse is tried where that costs no more than may be spent on it
+    drafts_pay, cost = best > plain, 0.0
+    if best > 0:
+        cost = plain_s * (1 - plain / best) if drafts_pay else best_s * (1 - best / plain) + late_s
+    tries = best > 0 and cost <= spare
+    if drafts_pay == tries:
+        threshold, drafting = 2.0, 0.0
     for i in range(running.shape[0]):
         for j in range(depth):
             if survival[i, j] < threshold:
                 break
             chosen[running[i]] = j + 1
-    return drafting
+    return drafting, cost if tries else 0.0
 
 
-@njit(types.UniTuple(_F64, 2)(_BYTES, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)
+@njit(types.UniTuple(_F64, 2)(_BYTES, _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)
 def expected(  # type: ignore[no-untyped-def]
-    drafted, read, linear, token, context, draft_linear, draft_token, draft_context
+    drafted, late, read, linear, token, context, draft_linear, draft_token, draft_context
 ):
-    """Seconds of drafting and of the target, by the profiles."""
+    """Seconds of drafting, which first catches up with `late` tokens, and of the target, by the profiles."""
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     width = 0
     for length in drafted:
         width += 1 + length
         for j in range(min(length, MAX_DRAFT_TOKENS)):
             passes[j] += 1
+    passes[0] += late
     seconds = 0.0
     for some in passes:
         if some > 0:
@@ -234,14 +249,18 @@ def expected(  # type: ignore[no-untyped-def]
     return seconds, _seconds(linear, token, context, width, read)
 
 
-@njit(types.void(types.Array(_I64, 1, "A"), _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1]), cache=True)
-def observe(slots, drafted, emitted, counts, group):  # type: ignore[no-untyped-def]
+@njit(types.void(types.Array(_I64, 1, "A"), _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1], _INTS), cache=True)
+def observe(slots, drafted, emitted, counts, group, behind):  # type: ignore[no-untyped-def]
     group *= GROUP_KEEPS
     for i in range(slots.shape[0]):
         slot = slots[i]
         if slot < 0:
             continue
         counts[slot] *= KEEPS if drafted[i] > 0 else IDLE_KEEPS
+        if drafted[i] > 0:
+            behind[slot] = emitted[i] > drafted[i]  # where all stayed it has not seen the last of them
+        else:
+            behind[slot] += emitted[i]
         tried = min(drafted[i], emitted[i], MAX_DRAFT_TOKENS)  # the first that was refused is the last
         for j in range(tried):
             kept = j + 1 < emitted[i]

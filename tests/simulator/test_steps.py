@@ -117,7 +117,7 @@ def drafting(group: SimulatedGroup, batch: Batch) -> float:
         for one in (Costs.of(group.step_time), own.costs or Costs([0.0]))
     )
     counts = np.array([k for _, k in drafted], np.uint8)
-    return expected(counts, sum(read for read, _ in drafted), *(value for one in arrays for value in one))[0]
+    return expected(counts, 0, sum(read for read, _ in drafted), *(value for one in arrays for value in one))[0]
 
 
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:

@@ -47,6 +47,11 @@ def chosen(
     return lookahead.choose(numbers, drafts, slots, pending, budget, goal)[0][:count].tolist()
 
 
+def observe_times(lookahead: Lookahead, drafted: int, seconds: float, draft_seconds: float = 0.0) -> None:
+    """Of a step of the first sequence alone."""
+    lookahead.observe_times(np.array([0]), np.array([drafted], np.uint8), 0, seconds, draft_seconds)
+
+
 @pytest.mark.parametrize(
     ("acceptance", "costs", "best"),
     [
@@ -102,7 +107,7 @@ def test_drafts_stay_within_the_budget():
 @pytest.mark.parametrize("pace", [1.0, 1.5])
 def test_drafts_stay_within_the_goal_where_it_can_be_held(pace):
     lookahead = taught(Lookahead(rising(1.0, 0.05), Costs([0.1] * 600)), 0.9, 0.9)
-    lookahead.pace = pace
+    lookahead.times.mean[0] = np.log(pace)
     free = chosen(lookahead, 2)
     for goal in (1.2, 1.4, 1.8):  # without drafts 1.1; a token more for both is 0.2, once the draft model has run
         some = chosen(lookahead, 2, goal=pace * goal)
@@ -152,14 +157,17 @@ def test_what_drafting_really_takes_is_learnt():
     lookahead = taught(Lookahead(FLAT, Costs([0.02] * 600)), 0.8)
     (before,) = chosen(lookahead, 1)
     for _ in range(300):
-        drafted = np.array([before], np.uint8)
-        lookahead.observe_times(drafted, 0, seconds=1.0 + 0.5 * before, draft_seconds=0.5 * before)
-    assert lookahead.drafting == pytest.approx(25, rel=0.05) and lookahead.verifying == pytest.approx(1, rel=0.05)
+        observe_times(lookahead, before, seconds=1.0 + 0.5 * before, draft_seconds=0.5 * before)
+        observe_times(lookahead, 0, seconds=1.0)
+    assert lookahead.times.drafting == pytest.approx(25, rel=0.05)
+    assert lookahead.times.verifying == pytest.approx(1, rel=0.05)
     assert chosen(lookahead, 1)[0] <= 2 < before
     for _ in range(300):  # verdicts as long as a step
-        lookahead.observe_times(np.array([2], np.uint8), 0, seconds=3.0, draft_seconds=1.0)
-        lookahead.observe_times(np.array([0], np.uint8), 0, seconds=1.0, draft_seconds=0.0)
-    assert lookahead.verifying == pytest.approx(2, rel=0.1) and lookahead.pace == pytest.approx(1, rel=0.1)
+        observe_times(lookahead, 2, seconds=3.0, draft_seconds=1.0)
+        observe_times(lookahead, 0, seconds=1.0)
+    assert lookahead.times.verifying == pytest.approx(2, rel=0.1)
+    assert lookahead.times.pace == pytest.approx(1, rel=0.1)
+    lookahead.spare = 0.0
     assert chosen(lookahead, 1) == [0]
 
 
@@ -171,14 +179,72 @@ def test_a_machine_that_was_slow_for_a_while_does_not_end_drafts():
         length = lookahead.choose(numbers, drafts, slots, 0, 512)[0][:1].astype(np.uint8)
         slow = 3.0 if 50 <= step < 100 else 1.0
         draft = 0.1 * int(length[0])
-        lookahead.observe_times(length, 0, slow * (1 + draft), slow * draft)
+        lookahead.observe_times(slots, length, 0, slow * (1 + draft), slow * draft)
         lookahead.observe(slots, length, 1 + length)
         choices.append(int(length[0]))
-    assert min(choices[:50]) >= 4 and min(choices[200:]) >= 4
+    # but for tries of none
+    assert np.mean(np.array(choices[20:50]) >= 4) > 0.9 and np.mean(np.array(choices[200:]) >= 4) > 0.98
+
+
+@pytest.mark.parametrize("drafts_take", [0.7, 1.4])
+def test_what_profiles_say_wrongly_is_found_out_though_steps_are_noisy(drafts_take):
+    """By profiles four tokens in a step of 1.65 are level with one in a step of 0.45. Really drafts are better, or
+    worse, and what is better is done, from whichever side one comes."""
+    random = np.random.default_rng(7)
+    for believed in (0.7, 1.4):
+        lookahead = taught(Lookahead(rising(0.4, 0.05), Costs([0.35] * 600)), 0.999)
+        lookahead.times.mean[1:] = np.log(believed)
+        numbers, drafts, slots = sequences(1, most=3)
+        lengths = []
+        for _ in range(4000):
+            length = lookahead.choose(numbers, drafts, slots, 0, 512)[0][:1].astype(np.uint8)
+            took, draft = np.exp(0.15 * random.standard_normal(2)) * [0.45 + 0.05 * length[0], 0.35 * length[0]]
+            if length[0]:
+                took, draft = drafts_take * took, drafts_take * draft
+            lookahead.observe_times(slots, length, 0, took + draft, draft)
+            lookahead.observe(slots, length, 1 + length)
+            lengths.append(int(length[0]))
+        drafting = np.mean(np.array(lengths[1000:]) > 0)
+        assert drafting > 0.9 if drafts_take < 1 else drafting < 0.1
+
+
+def test_tries_take_a_small_share_of_the_time():
+    """Drafts take 20 % more for a token than none, as everybody knows."""
+    lookahead = taught(Lookahead(rising(0.4, 0.05), Costs([0.45] * 600)), 0.999)
+    numbers, drafts, slots = sequences(1, most=3)
+    tokens, seconds, tried = 0, 0.0, 0
+    for _ in range(10_000):
+        length = lookahead.choose(numbers, drafts, slots, 0, 512)[0][:1].astype(np.uint8)
+        draft, took = 0.45 * int(length[0]), 0.45 + 0.05 * int(length[0])
+        lookahead.observe_times(slots, length, 0, took + draft, draft)
+        lookahead.observe(slots, length, 1 + length)
+        tokens, seconds, tried = tokens + 1 + int(length[0]), seconds + took + draft, tried + int(length[0] > 0)
+    assert tried > 5 and tokens / seconds > 0.995 / 0.45
+
+
+def test_catching_up_is_not_held_against_drafts():
+    """A draft model that has not drafted for a hundred tokens reads them first."""
+    costs = Costs([0.0, *[0.1 + 0.01 * n for n in range(600)]])
+    lookahead = taught(Lookahead(FLAT, costs), 0.8)
+    none, two = np.array([0], np.uint8), np.array([2], np.uint8)
+    slots = np.array([0])
+    lookahead.forget(0)
+    for _ in range(20):
+        for _ in range(100):
+            lookahead.observe_times(slots, none, 0, 1.0, 0.0)
+            lookahead.observe(slots, none, 1 + none)
+        assert lookahead.behind[0] == 100
+        draft = costs.linear[101] + costs.linear[1]
+        lookahead.observe_times(slots, two, 0, 1.0 + draft, draft)
+        lookahead.observe(slots, two, 1 + none)
+        assert lookahead.behind[0] == 0
+    assert lookahead.times.drafting == pytest.approx(1, rel=1e-3)
+    lookahead.observe(slots, two, 1 + two)
+    assert lookahead.behind[0] == 1
 
 
 def test_a_new_sequence_does_not_inherit_its_slots_past():
-    lookahead = Lookahead(rising(1.0, 0.06), Costs([0.1] * 600))
+    lookahead = Lookahead(rising(1.0, 0.15), Costs([0.1] * 600))
     numbers, drafts, slots = sequences(2)
     lookahead.choose(numbers, drafts, slots, 0, 512)
     for _ in range(30):
