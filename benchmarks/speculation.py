@@ -31,7 +31,9 @@ PLANS = {  # draft layers, output tokens, rounds of one request, seconds of each
     "small": (1, 96, 3, 8.0, (1, 2, 4, 8, 16, 32)),
     "qwen2.5-0.5b": (1, 96, 2, 20.0, (1, 4, 16)),
     "llama-3.2-1b": (1, 64, 3, 0.0, ()),
+    "small-int8-draft": (1, 96, 3, 8.0, (1, 4, 8, 16)),
 }
+CASES = list(PLANS)
 TURN_S, WARM_S, PARTS, MANY = 0.1, 1.0, 8, 600  # MANY: requests that no way comes to the end of
 ACCEPTANCES = (0.3, 0.6, 0.8, 0.95)
 DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8)
@@ -44,14 +46,18 @@ class Pair:
 
     def __init__(self, shape: str) -> None:
         self.layers, self.output, self.rounds, self.seconds, self.loads = PLANS[shape]
-        target, draft = pair(shape, self.layers)
+        target, draft = pair(shape.removesuffix("-int8-draft"), self.layers)
+        quantization = "int8" if shape.endswith("-int8-draft") else "none"
         widest = max(self.loads, default=1)
         limits = dict(max_batch_tokens=512, max_batch=widest, num_blocks=widest * 16 + 128, context=1024)
         # one for each way, which holds the same weights as the others
-        self.runners = [ModelRunner.load(target, drafter=str(draft), **limits) for _ in (WAYS if self.loads else [0])]
+        self.runners = [
+            ModelRunner.load(target, drafter=str(draft), draft_quantization=quantization, **limits)
+            for _ in (WAYS if self.loads else [0])
+        ]
         self.runner = self.runners[0]
         self.dial = Dial(self.runners, self.layers)
-        models = self.runner, ModelRunner.load(draft, **limits)
+        models = self.runner, ModelRunner.load(draft, quantization=quantization, **limits)
         profiles = [profile(one, max_tokens=256, max_batch=widest, seconds=20) for one in models]
         self.costs = [Costs(p.step_time.linear, p.step_time.emit + p.step_time.decode, p.step_time.decode_context)
                       for p in profiles]  # fmt: skip
