@@ -61,7 +61,7 @@ def tokens_per_s(
         refused = rng.random((at_a_time, MAX_DRAFT_TOKENS)) >= acceptance
         stay = np.where(refused.any(1), refused.argmax(1), MAX_DRAFT_TOKENS)
         emitted = 1 + np.minimum(lengths, stay).astype(np.uint8)
-        read, behind = int((numbers[:, COMPUTED] * (1 + lengths)).sum()), lookahead.behind
+        read, behind = int(numbers[:, COMPUTED].sum()), lookahead.behind
         late = int(behind[slots[lengths > 0]].sum()) if len(behind) else 0
         drafting, whole = expected(lengths, late, read, *costs[0], *costs[1])
         drafting, whole = drafting * off[1], whole * (off[0] if lengths.any() else 1.0)

@@ -63,6 +63,7 @@ from paceline.batching.state import (
     State,
 )
 from paceline.compiled import making, part
+from paceline.core.batch import AGAIN
 from paceline.core.request import (
     ASKED,
     COMPUTED,
@@ -461,9 +462,9 @@ def depart(s: State) -> None:
         emits[i] = yields
         emitting += yields
         tokens += length
-        if length == 1 + step[DRAFT, i]:  # every token reads the whole context for itself
+        if length == 1 + step[DRAFT, i]:
             decodes += length
-            decode_context += length * start + length * (length - 1) // 2
+            decode_context += start + (length - 1) * start * AGAIN // 100
             emitting += yields * (length - 1)
         else:
             chunk_context += start

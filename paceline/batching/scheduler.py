@@ -318,7 +318,7 @@ class Scheduler:
         if self.lookahead and (batch.drafts or self.state.now[DRAFTING]):
             drafted = np.frombuffer(result.drafted or bytes(len(tokens)), np.uint8)
             if result.seconds and batch.num_decodes == len(tokens) and not gone:
-                read = batch.shape.decode_context  # as if all that was asked for had been drafted
+                read = sum(batch.starts)
                 self.lookahead.observe_times(slots, drafted, read, result.seconds, result.draft_seconds)
             self.lookahead.observe(slots, drafted, column)
         return batch, gone, bytes(tokens), _land(self.handle, id, column)

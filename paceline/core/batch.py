@@ -22,13 +22,18 @@ class Slice(NamedTuple):
         return self.start + self.length
 
 
+# percent: what a token of a verification takes to read what the one before it has just read (CPU, 100 to 1,000 tokens:
+# 30 to 41; nobody has measured it on a GPU)
+AGAIN = 35
+
+
 class StepShape(NamedTuple):
     """What a step's time depends on. Counts over the batch."""
 
     tokens: int = 0  # new ones: rows of the linear layers
     emits: int = 0  # slices that yield a token: rows of the head
     decodes: int = 0  # slices of one token, and the tokens of verifications
-    decode_context: int = 0  # tokens that those read from the KV cache
+    decode_context: int = 0  # tokens that those read from the KV cache, `AGAIN` weighed
     chunk_context: int = 0  # likewise the longer slices
     chunk_pairs: int = 0  # query-key pairs of the longer slices: length * (2 start + length + 1) / 2 each
     chunks: int = 0  # how many longer slices
@@ -36,7 +41,7 @@ class StepShape(NamedTuple):
     def add(self, start: int, length: int, emits: bool, num_draft: int = 0) -> "StepShape":
         """The shape with one slice more. A verification counts as as many decodes as it has tokens."""
         if length == 1 + num_draft:
-            context = self.decode_context + length * start + length * (length - 1) // 2
+            context = self.decode_context + start + (length - 1) * start * AGAIN // 100
             return StepShape(
                 self.tokens + length, self.emits + emits * length, self.decodes + length, context, *self[4:]
             )

@@ -24,7 +24,7 @@ class Lookahead(Protocol):
         ...
 
     def observe_times(self, slots: Any, drafted: Any, read: int, seconds: float, draft_seconds: float) -> None:
-        """A step of decodes is done, that drafted so many tokens each and read so many tokens from the cache.
+        """A step of decodes is done, that drafted so many tokens each behind `read` tokens in all.
 
         `seconds` of the whole step, `draft_seconds` of drafting in it. Comes before `observe`.
         """

@@ -19,7 +19,6 @@ from paceline.batching.state import (
     ADAPTIVE,
     DRAFT,
     DRAFTING,
-    LENGTH,
     RUNNING,
     SLOT,
     SPENT,
@@ -121,7 +120,7 @@ def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float
     for i in range(count):
         if step[DRAFT, i] > 0:
             drafted[drafts] = step[DRAFT, i]
-            read += step[LENGTH, i] * step[START, i]  # as every token of the step reads them
+            read += step[START, i]
             drafts += 1
     if drafts == 0:
         return 0.0

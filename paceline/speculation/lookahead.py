@@ -25,6 +25,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
+from paceline.core.batch import AGAIN
 from paceline.core.request import COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
 from paceline.latency.step_time import StepTime
 from paceline.speculation.times import Times
@@ -114,7 +115,7 @@ class Lookahead:
     def observe_times(
         self, slots: Ints, drafted: NDArray[np.uint8], read: int, seconds: float, draft_seconds: float
     ) -> None:
-        """A step of decodes is done, that drafted so many tokens each and read so many tokens from the cache.
+        """A step of decodes is done, that drafted so many tokens each behind `read` tokens in all.
 
         `seconds` of the whole step, `draft_seconds` of drafting in it. What became of the drafts comes afterwards
         (`observe`).
@@ -131,7 +132,7 @@ def _array(costs: Costs) -> tuple[Floats, float, float]:
     return np.array(costs.linear), costs.token, costs.context
 
 
-@njit(_F64(_FLOATS, _F64, _F64, _I64, _I64), cache=True)
+@njit(_F64(_FLOATS, _F64, _F64, _I64, _F64), cache=True)
 def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-def]
     last = linear.shape[0] - 1
     table = linear[tokens] if tokens <= last else linear[last] * tokens / max(last, 1)
@@ -189,7 +190,7 @@ def choose(  # type: ignore[no-untyped-def]
                 if some > 0:
                     seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
             seconds *= slower
-            whole = _seconds(linear, token, context, width, read + draft_read)
+            whole = _seconds(linear, token, context, width, read + draft_read * AGAIN / 100)
             slowed = verifying if width > decodes else 1.0
             took = seconds + whole * slowed
             if width == decodes:
@@ -245,8 +246,9 @@ def expected(  # type: ignore[no-untyped-def]
     for some in passes:
         if some > 0:
             seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
-    seconds += draft_context * read * (width - drafted.shape[0]) / width
-    return seconds, _seconds(linear, token, context, width, read)
+    again = read * (width - drafted.shape[0]) / drafted.shape[0]
+    seconds += draft_context * again
+    return seconds, _seconds(linear, token, context, width, read + again * AGAIN / 100)
 
 
 @njit(types.void(types.Array(_I64, 1, "A"), _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1], _INTS), cache=True)

@@ -111,7 +111,7 @@ def drafting(group: SimulatedGroup, batch: Batch) -> float:
     if not batch.drafts:
         return 0.0
     own, rows = group.drafts, zip(batch.starts, batch.drafts, strict=True)
-    drafted = [((1 + k) * start, k) for start, k in rows if k]
+    drafted = [(start, k) for start, k in rows if k]
     arrays = (
         (np.array(one.linear), one.token, one.context)
         for one in (Costs.of(group.step_time), own.costs or Costs([0.0]))
