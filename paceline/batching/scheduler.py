@@ -283,7 +283,7 @@ class Scheduler:
         if self.pace is None or (spent is not None and self.lookahead is None):
             return None
         if spent is not None and self.lookahead:
-            return self.lookahead.verification(self.pace.predict(shape)) + spent
+            return self.lookahead.verification(self.pace.predict(shape), shape.tokens) + spent
         return self.pace.seconds(shape)
 
     def complete(

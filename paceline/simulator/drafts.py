@@ -32,6 +32,7 @@ from paceline.compiled import making, part
 from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, TAG
 from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe
+from paceline.speculation.times import WIDTHS
 
 LOW_BITS = 0xFFFFFFFF
 
@@ -58,6 +59,7 @@ class Drafts(NamedTuple):
     group: NDArray[np.float64]  # [groups, 2, MAX_DRAFT_TOKENS]
     behind: Ints  # [groups, slots] tokens that the draft model has to catch up with; here that takes nothing
     thresholds: Floats
+    verifying: Floats  # 1 for each width: as profiles say
 
 
 def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTime], slots: int) -> Drafts:
@@ -77,6 +79,7 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.zeros((len(drafts), 2, MAX_DRAFT_TOKENS)),
         np.zeros((len(drafts), slots * any(some)), np.int64),
         THRESHOLDS,
+        np.ones(WIDTHS),
     )
 
 
@@ -108,7 +111,7 @@ def draft(d: Drafts, g: int, s: State) -> None:
         s.factors[SPENT], _ = choose(
             s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.behind[g],
             pending(s, budget), budget, goal_of_step(s), 0.0, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
-            d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], 1.0, 1.0, d.thresholds, s.chosen,
+            d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying, 1.0, d.thresholds, s.chosen,
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from paceline.core.batch import AGAIN
 from paceline.core.request import COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
 from paceline.latency.step_time import StepTime
-from paceline.speculation.times import Times
+from paceline.speculation.times import Times, width_of
 
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
@@ -102,9 +102,9 @@ class Lookahead:
         self._grow(1 + int(slots.max(initial=-1)))
         observe(slots, drafted, emitted, self.counts, self.group, self.behind)
 
-    def verification(self, seconds: float) -> float:
+    def verification(self, seconds: float, tokens: int) -> float:
         """Of a step with drafts, without drafting: what it should take where the profile says so many seconds."""
-        return seconds * self.times.pace * self.times.verifying
+        return seconds * self.times.pace * float(self.times.verifying[width_of(tokens)])
 
     def _grow(self, slots: int) -> None:
         if (more := slots - len(self.counts)) > 0:
@@ -123,7 +123,8 @@ class Lookahead:
         self._grow(1 + int(slots.max(initial=-1)))
         late = int(self.behind[slots[drafted > 0]].sum())
         draft, target = expected(drafted, late, read, *self._target, *self._draft)
-        self.times.observe((seconds - draft_seconds) / target, bool(drafted.any()), draft and draft_seconds / draft)
+        width = len(drafted) + int(drafted.sum()) if drafted.any() else 0
+        self.times.observe((seconds - draft_seconds) / target, width, draft and draft_seconds / draft)
         self.spare = min(self.spare + TRIES * seconds, SAVES * seconds) if self._begun else FIRST * seconds
         self._begun = True
 
@@ -142,7 +143,7 @@ def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-d
 @njit(
     types.UniTuple(_F64, 2)(
         _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
-        _FLOATS, _F64, _F64, _F64, _F64, _FLOATS, _INTS,
+        _FLOATS, _F64, _F64, _FLOATS, _F64, _FLOATS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
@@ -191,7 +192,7 @@ def choose(  # type: ignore[no-untyped-def]
                     seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
             seconds *= slower
             whole = _seconds(linear, token, context, width, read + draft_read * AGAIN / 100)
-            slowed = verifying if width > decodes else 1.0
+            slowed = verifying[width_of(width)] if width > decodes else 1.0
             took = seconds + whole * slowed
             if width == decodes:
                 goal = goal if took <= goal else np.inf  # where it is missed without drafts, they do no harm

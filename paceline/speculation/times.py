@@ -1,10 +1,11 @@
 """By how much steps with and without drafts differ from their profiles.
 
-Three factors: what all steps take over their profiles, which changes often, as machines do; and relative to it what
-steps with drafts take in the target, and what drafting takes, which hardly change. Where all steps have drafts, nobody
-can tell the first from the others. A Kalman filter (Kalman, 1960) over their logarithms keeps account of what is known:
-each wanders about 0, a step's is the sum of two or one of them, but for noise, which is learnt as well. Steps that
-take far longer than believed count as if they took somewhat longer: somebody else had the processor.
+Some factors: what all steps take over their profiles, which changes often, as machines do; and relative to it what
+drafting takes, and what steps with drafts take in the target, in all and by their width, which hardly change. Where all
+steps have drafts, nobody can tell the first from the others. A Kalman filter (Kalman, 1960) over their logarithms keeps
+account of what is known: each wanders about 0, a step's is the sum of one to three of them, but for noise, which is
+learnt as well. Steps that take far longer than believed count as if they took somewhat longer: somebody else had the
+processor.
 """
 
 import math
@@ -15,15 +16,17 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _F64, _FLOATS = types.float64, types.float64[::1]
+WIDTHS = 5  # of steps with drafts: up to 4 tokens, 8, 16, 32, and more
 # how far the logarithms wander, and the share of it that a step's wandering makes it forget
-FAR, FAST = np.array([0.5, 0.2, 0.4]), np.array([2e-3, 2e-4, 2e-4])
+FAR, FAST = np.array([0.5, 0.4, 0.15, *WIDTHS * [0.15]]), np.array([2e-3, 2e-4, 2e-4, *WIDTHS * [2e-4]])
+ALL = len(FAR)
 NOISE, LEARNS = 0.1, 0.02  # of a step's logarithm, as is believed beforehand; share of the newest step in what is known
 OUTLIER = 2.0  # standard deviations
 
 
 class Times:
     def __init__(self) -> None:
-        self.mean, self.covariance = np.zeros(3), np.diag(FAR**2)
+        self.mean, self.covariance = np.zeros(ALL), np.diag(FAR**2)
         self.noise = np.full(2, NOISE**2)  # variances, of the target and of drafting
 
     @property
@@ -32,37 +35,54 @@ class Times:
         return math.exp(self.mean[0])
 
     @property
-    def verifying(self) -> float:
-        """Of the target in steps with drafts, relative to that."""
+    def drafting(self) -> float:
+        """Of drafting, relative to that."""
         return math.exp(self.mean[1])
 
     @property
-    def drafting(self) -> float:
-        return math.exp(self.mean[2])
+    def verifying(self) -> Floats:
+        """Likewise of the target in steps with drafts, by width (`width_of`)."""
+        return np.exp(self.mean[2] + self.mean[3:])
 
-    def observe(self, target: float, drafts: bool, drafting: float) -> None:
-        """What a step took over its profile: in the target, with drafts or without, and drafting (0: nobody knows)."""
-        learn(self.mean, self.covariance, self.noise, math.log(max(target, 1e-9)), 1 if drafts else 0, 0)
+    def observe(self, target: float, width: int, drafting: float) -> None:
+        """What a step took over its profile: in the target, with drafts and so many tokens (0: without any), and
+        drafting (0: nobody knows)."""
+        parts = (2, 3 + width_of(width)) if width else (0, 0)
+        learn(self.mean, self.covariance, self.noise, math.log(max(target, 1e-9)), *parts, 0)
         if drafting > 0:
-            learn(self.mean, self.covariance, self.noise, math.log(drafting), 2, 1)
+            learn(self.mean, self.covariance, self.noise, math.log(drafting), 1, 0, 1)
 
 
-@njit(types.void(_FLOATS, _F64[:, ::1], _FLOATS, _F64, types.int64, types.int64), cache=True)
-def learn(mean, covariance, noise, seen, part, of):  # type: ignore[no-untyped-def]
-    """A step took e^`seen` times its profile: the factor of all steps and that `part`'s, and this noise."""
+@njit(types.int64(types.int64), cache=True)
+def width_of(tokens):  # type: ignore[no-untyped-def]
+    width = 0
+    while width < WIDTHS - 1 and tokens > 4 << width:
+        width += 1
+    return width
+
+
+@njit(types.void(_FLOATS, _F64[:, ::1], _FLOATS, _F64, types.int64, types.int64, types.int64), cache=True)
+def learn(mean, covariance, noise, seen, part, more, of):  # type: ignore[no-untyped-def]
+    """A step took e^`seen` times its profile: the factor of all steps and of these parts (0: none), and this noise."""
     if of == 0:  # a step has passed
-        for i in range(3):
+        for i in range(ALL):
             mean[i] *= 1 - FAST[i]
-            for j in range(3):
+            for j in range(ALL):
                 covariance[i, j] *= (1 - FAST[i]) * (1 - FAST[j])
             covariance[i, i] += (2 - FAST[i]) * FAST[i] * FAR[i] ** 2
-    with_part = 1.0 if part > 0 else 0.0
-    shared = covariance[:, 0] + with_part * covariance[:, part]
-    variance = shared[0] + with_part * shared[part] + noise[of]
+    weights = np.zeros(ALL)
+    weights[part] = weights[more] = weights[0] = 1.0
+    shared, variance, surprise = np.zeros(ALL), noise[of], seen
+    for i in range(ALL):
+        for j in range(ALL):
+            shared[i] += covariance[i, j] * weights[j]
+    for i in range(ALL):
+        variance += weights[i] * shared[i]
+        surprise -= weights[i] * mean[i]
     most = OUTLIER * math.sqrt(variance)
-    surprise = min(max(seen - mean[0] - with_part * mean[part], -most), most)
+    surprise = min(max(surprise, -most), most)
     noise[of] = max(1e-6, noise[of] + LEARNS * (surprise**2 - variance))
-    for i in range(3):
+    for i in range(ALL):
         mean[i] += shared[i] / variance * surprise
-        for j in range(3):
+        for j in range(ALL):
             covariance[i, j] -= shared[i] * shared[j] / variance

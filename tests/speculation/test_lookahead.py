@@ -160,12 +160,13 @@ def test_what_drafting_really_takes_is_learnt():
         observe_times(lookahead, before, seconds=1.0 + 0.5 * before, draft_seconds=0.5 * before)
         observe_times(lookahead, 0, seconds=1.0)
     assert lookahead.times.drafting == pytest.approx(25, rel=0.05)
-    assert lookahead.times.verifying == pytest.approx(1, rel=0.05)
+    assert lookahead.verification(1.0, 1 + before) == pytest.approx(1, rel=0.05)
     assert chosen(lookahead, 1)[0] <= 2 < before
     for _ in range(300):  # verdicts as long as a step
-        observe_times(lookahead, 2, seconds=3.0, draft_seconds=1.0)
-        observe_times(lookahead, 0, seconds=1.0)
-    assert lookahead.times.verifying == pytest.approx(2, rel=0.1)
+        for drafted in (2, 5, 12):
+            observe_times(lookahead, drafted, seconds=2.0 + 0.5 * drafted, draft_seconds=0.5 * drafted)
+            observe_times(lookahead, 0, seconds=1.0)
+    assert lookahead.verification(1.0, 3) == pytest.approx(2, rel=0.1)
     assert lookahead.times.pace == pytest.approx(1, rel=0.1)
     lookahead.spare = 0.0
     assert chosen(lookahead, 1) == [0]
@@ -193,7 +194,7 @@ def test_what_profiles_say_wrongly_is_found_out_though_steps_are_noisy(drafts_ta
     random = np.random.default_rng(7)
     for believed in (0.7, 1.4):
         lookahead = taught(Lookahead(rising(0.4, 0.05), Costs([0.35] * 600)), 0.999)
-        lookahead.times.mean[1:] = np.log(believed)
+        lookahead.times.mean[1:3] = np.log(believed)
         numbers, drafts, slots = sequences(1, most=3)
         lengths = []
         for _ in range(4000):
@@ -206,6 +207,23 @@ def test_what_profiles_say_wrongly_is_found_out_though_steps_are_noisy(drafts_ta
             lengths.append(int(length[0]))
         drafting = np.mean(np.array(lengths[1000:]) > 0)
         assert drafting > 0.9 if drafts_take < 1 else drafting < 0.1
+
+
+def test_what_steps_of_one_width_take_says_less_of_others():
+    """Eight tokens take half as long again as the profile says, 40 what it says: that is seen, and then done."""
+    lookahead = taught(Lookahead(FLAT, Costs([0.01] * 600)), *8 * [0.99])
+    numbers, drafts, slots = sequences(8, most=4)
+    lengths = []
+    for _ in range(600):
+        length = lookahead.choose(numbers, drafts, slots, 0, 512)[0].astype(np.uint8)
+        slow = 1.5 if length.max() == 1 else 1.0
+        lookahead.observe_times(slots, length, 0, slow + 0.01 * int(length.max()), 0.01 * int(length.max()))
+        lookahead.observe(slots, length, 1 + length)
+        lengths.append(int(length.max()))
+    assert np.mean(np.array(lengths[100:]) == 4) > 0.95
+    for _ in range(50):
+        lookahead.observe_times(slots, np.full(8, 1, np.uint8), 0, 1.51, 0.01)
+    assert lookahead.verification(1.0, 16) / lookahead.verification(1.0, 40) == pytest.approx(1.5, rel=0.1)
 
 
 def test_tries_take_a_small_share_of_the_time():
