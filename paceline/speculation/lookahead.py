@@ -8,7 +8,7 @@ the place of certain progress, so under load nobody drafts, and without load as 
 SmartSpec (Liu et al., 2024) has one K for all requests.
 
 Acceptance is learnt per sequence and place in the draft: decaying counts, over those of the whole group, which decay
-slower over what is believed of the place before. What is not tried is forgotten, too, and so is tried again now and
+slower, over what is believed of the place before. What is not tried is forgotten, too, and so is tried again now and
 then. Times come from profiles of both models, and by how much real steps differ from them is learnt as well (`times`):
 drafting and verifying take more than two models alone (each finds the caches full of the other's weights, and there are
 verdicts to be made), and without that a draft that seems worth it makes things slower. It is learnt from steps with
@@ -103,7 +103,8 @@ class Lookahead:
         observe(slots, drafted, emitted, self.counts, self.group, self.behind)
 
     def verification(self, seconds: float, tokens: int) -> float:
-        """Of a step with drafts, without drafting: what it should take where the profile says so many seconds."""
+        """Of a step of so many tokens with drafts, without drafting: what it should take where the profile says so many
+        seconds."""
         return seconds * self.times.pace * float(self.times.verifying[width_of(tokens)])
 
     def _grow(self, slots: int) -> None:

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from paceline.core.batch import StepShape
 from paceline.core.request import COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
 from paceline.speculation.lookahead import Costs, Lookahead
 
@@ -150,6 +151,14 @@ def test_bad_drafts_are_given_up_and_tried_again():
     tried = [step for step, length in enumerate(lengths) if length]
     assert lengths[0] > 0 and len(tried) < 0.05 * len(lengths)
     assert max(tried) > 500  # never off for good
+
+
+def test_tokens_of_a_verification_share_what_they_read():
+    """Behind 99 tokens a step takes 0.2 with one token, half of it to read; half as much again would not pay."""
+    assert StepShape().add(1000, 5, True, 4).decode_context == 1000 + 4 * 350
+    lookahead = taught(Lookahead(Costs([0.1] * 600, context=0.1 / 99), None), 0.4)
+    assert chosen(lookahead, 1)[0] > 0
+    assert chosen(taught(Lookahead(rising(0.1, 0.1), None), 0.4), 1) == [0]
 
 
 def test_what_drafting_really_takes_is_learnt():
