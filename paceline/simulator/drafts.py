@@ -57,7 +57,7 @@ class Drafts(NamedTuple):
     more: Floats  # [2 groups, 2]: seconds for a token, and for a token that it reads
     counts: NDArray[np.float64]  # [groups, slots, 2, MAX_DRAFT_TOKENS]
     group: NDArray[np.float64]  # [groups, 2, MAX_DRAFT_TOKENS]
-    behind: Ints  # [groups, slots] tokens that the draft model has to catch up with; here that takes nothing
+    behind: Ints  # [groups, slots] tokens that the draft model has to catch up with
     thresholds: Floats
     verifying: Floats  # 1 for each width: as profiles say
 
@@ -118,18 +118,19 @@ def draft(d: Drafts, g: int, s: State) -> None:
 @making
 def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float:
     """What drafting takes in the step composed at this place of the ring, of so many slices."""
-    step, read, drafts = s.steps[at], 0, 0
+    step, read, drafts, late = s.steps[at], 0, 0, 0
     drafted = np.zeros(count, np.uint8)
     for i in range(count):
         if step[DRAFT, i] > 0:
             drafted[drafts] = step[DRAFT, i]
             read += step[START, i]
+            late += d.behind[g, step[SLOT, i]]
             drafts += 1
     if drafts == 0:
         return 0.0
     own, middle, end = d.ends[2 * g], d.ends[2 * g + 1], d.ends[2 * g + 2]
     drafting, _ = expected(
-        drafted[:drafts], 0, read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
+        drafted[:drafts], late, read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
         d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1],
     )  # fmt: skip
     return drafting

@@ -14,7 +14,7 @@ drafting and verifying take more than two models alone (each finds the caches fu
 verdicts to be made), and without that a draft that seems worth it makes things slower. It is learnt from steps with
 drafts next to steps without any. So what seems slower of both is tried, too, as often as a small share of the time
 pays for it: the closer they are the more often. A draft model that has not drafted has to catch up first, which is no
-reason not to begin, but part of what a try costs.
+reason not to begin, but part of what a try costs and of the seconds within a goal.
 """
 
 import math
@@ -142,6 +142,29 @@ def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-d
 
 
 @njit(
+    types.Tuple((_F64[:, ::1], _I64, _I64))(_I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1]), cache=True
+)
+def _survivals(numbers, drafts, running, counts, group):  # type: ignore[no-untyped-def]
+    """[running, MAX_DRAFT_TOKENS]: what each place of each draft survives with; decodes that are ready, and what they
+    read."""
+    survival = np.zeros((running.shape[0], MAX_DRAFT_TOKENS))
+    decodes, read = 0, 0
+    for i in range(running.shape[0]):
+        slot = running[i]
+        row = numbers[slot]
+        if row[COMPUTED] < row[PROMPT] or row[IN_FLIGHT] > 0:
+            continue
+        decodes += 1
+        read += row[COMPUTED]
+        alive, believed = 1.0, GUESS
+        for j in range(max(0, min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1))):
+            believed = (group[0, j] + GROUP_WEIGHT * believed) / (group[1, j] + GROUP_WEIGHT)
+            alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
+            survival[i, j] = alive
+    return survival, decodes, read
+
+
+@njit(
     types.UniTuple(_F64, 2)(
         _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
         _FLOATS, _F64, _F64, _FLOATS, _F64, _FLOATS, _INTS,
@@ -152,25 +175,21 @@ def choose(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, behind, pending, budget, goal, spare, linear, token, context, draft_linear,
     draft_token, draft_context, verifying, slower, thresholds, chosen,
 ):  # fmt: skip
-    # what each place of each draft survives with
-    survival = np.zeros((running.shape[0], MAX_DRAFT_TOKENS))
-    decodes, read = 0, 0
+    survival, decodes, read = _survivals(numbers, drafts, running, counts, group)
+    # within a goal nobody drafts whose draft model cannot catch up in time
+    plain_s, caught_up = _seconds(linear, token, context, decodes, read), 0
     for i in range(running.shape[0]):
         slot = running[i]
-        row = numbers[slot]
         chosen[slot] = 0
-        if row[COMPUTED] < row[PROMPT] or row[IN_FLIGHT] > 0:
-            continue
-        decodes += 1
-        read += row[COMPUTED]
-        alive, believed = 1.0, GUESS
-        for j in range(max(0, min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1))):
-            believed = (group[0, j] + GROUP_WEIGHT * believed) / (group[1, j] + GROUP_WEIGHT)
-            alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
-            survival[i, j] = alive
+        if survival[i, 0] > 0 and behind[slot] > 0 and plain_s <= goal < np.inf:
+            some = caught_up + behind[slot]
+            if plain_s + slower * _seconds(draft_linear, draft_token, 0.0, some + decodes, 0) > goal:
+                survival[i] = 0.0
+            else:
+                caught_up = some
     # the best step: how likely a token must be to survive, how deep drafts may be (a pass more for all of them)
     best, threshold, depth, drafting, best_s, late_s = 0.0, 2.0, MAX_DRAFT_TOKENS, 0.0, 0.0, 0.0
-    plain, plain_s = 0.0, 0.0  # tokens a second, and seconds, without any
+    plain = 0.0  # tokens a second without any
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     for turn in range(3):
         trial, deepest = 0, 1 if turn == 1 else depth
@@ -192,9 +211,11 @@ def choose(  # type: ignore[no-untyped-def]
                 if some > 0:
                     seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
             seconds *= slower
+            once = _seconds(draft_linear, draft_token, 0.0, passes[0] + late, 0) if late > 0 else 0.0
+            once = slower * max(0.0, once - _seconds(draft_linear, draft_token, 0.0, passes[0], 0))
             whole = _seconds(linear, token, context, width, read + draft_read * AGAIN / 100)
             slowed = verifying[width_of(width)] if width > decodes else 1.0
-            took = seconds + whole * slowed
+            took = seconds + once + whole * slowed
             if width == decodes:
                 goal = goal if took <= goal else np.inf  # where it is missed without drafts, they do no harm
             elif width > budget or took > goal:
@@ -210,9 +231,7 @@ def choose(  # type: ignore[no-untyped-def]
             if width == decodes:
                 plain, plain_s = rate, whole
             elif rate > best:
-                best, threshold, depth, drafting, best_s = rate, least, deepest, seconds, whole
-                late_s = _seconds(draft_linear, draft_token, 0.0, passes[0] + late, 0)
-                late_s = slower * (late_s - _seconds(draft_linear, draft_token, 0.0, passes[0], 0))
+                best, threshold, depth, drafting, best_s, late_s = rate, least, deepest, seconds + once, whole, once
             trial += 1
             deepest += turn == 1
         if best <= plain:

@@ -51,6 +51,12 @@ def test_drafting_takes_its_time():
     assert len(alone(None)[1].drafting) == 0
 
 
+def test_draft_models_catch_up():
+    """Where all tokens stay there is one that the draft model has not seen."""
+    _, steps = alone(SimulatedDrafts(3, 1.0, Costs((0.0, *(0.001 * n for n in range(1, 9))))))
+    assert steps.drafting[2:-1] == pytest.approx(0.004)
+
+
 def test_the_first_stage_drafts():
     _, steps = alone(SimulatedDrafts(3, 1.0, Costs((0.0, 0.002)), adaptive=False), stages=2)
     first, second = steps.left[1]

@@ -52,7 +52,8 @@ def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> l
         )  # fmt: skip
         options = {"policy": policy} | options
         if drafts and drafts.adaptive:
-            options["lookahead"] = lambda: Lookahead(Costs.of(model_time), drafts.costs)
+            lookahead = Lookahead(Costs.of(model_time), drafts.costs)
+            options["lookahead"] = lambda: lookahead
         config = GroupConfig((model,), limits, admission=admission, **options)
         return SimulatedGroup(config, model_time, share, drafts, overhead_s, spread)
 
@@ -110,14 +111,15 @@ def drafting(group: SimulatedGroup, batch: Batch) -> float:
     """Seconds of a step's drafts."""
     if not batch.drafts:
         return 0.0
-    own, rows = group.drafts, zip(batch.starts, batch.drafts, strict=True)
-    drafted = [(start, k) for start, k in rows if k]
+    own, rows = group.drafts, zip(batch.starts, batch.drafts, batch.sequences, strict=True)
+    drafted = [(start, k, sequence.slot) for start, k, sequence in rows if k]
+    late = sum(group.config.lookahead().behind[slot] for *_, slot in drafted) if own.adaptive else 0
     arrays = (
         (np.array(one.linear), one.token, one.context)
         for one in (Costs.of(group.step_time), own.costs or Costs([0.0]))
     )
-    counts = np.array([k for _, k in drafted], np.uint8)
-    return expected(counts, 0, sum(read for read, _ in drafted), *(value for one in arrays for value in one))[0]
+    counts, read = np.array([k for _, k, _ in drafted], np.uint8), sum(start for start, *_ in drafted)
+    return expected(counts, int(late), read, *(value for one in arrays for value in one))[0]
 
 
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.batch import StepShape
 from paceline.core.request import COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.lookahead import Costs, Lookahead, expected
 
 FLAT = Costs([1.0] * 600)
 
@@ -268,6 +268,28 @@ def test_catching_up_is_not_held_against_drafts():
     assert lookahead.times.drafting == pytest.approx(1, rel=1e-3)
     lookahead.observe(slots, two, 1 + two)
     assert lookahead.behind[0] == 1
+
+
+def test_draft_models_catch_up_within_goals():
+    """A few at a time, until all draft; without a goal all of them at once."""
+    draft, goal, count = Costs([0.0, *[0.002 * n for n in range(1, 600)]]), 1.5, 3
+    lookahead = taught(Lookahead(FLAT, draft), *[0.8] * count)
+    numbers, most, slots = sequences(count, 4)
+    behind = np.array([100, 100, 400])
+    none, catching_up = np.zeros(count, np.uint8), []
+    lookahead.behind[:count] = behind
+    assert all(chosen(lookahead, count, most=4))
+    for _ in range(3):
+        lengths, seconds = lookahead.choose(numbers, most, slots, 0, 512, goal)
+        drafted = lengths[:count].astype(np.uint8)
+        late = int(lookahead.behind[slots[drafted > 0]].sum())
+        model, _ = expected(drafted, late, 0, *lookahead._target, *lookahead._draft)
+        assert seconds == pytest.approx(model) and 1.0 + seconds <= goal
+        catching_up.append(late)
+        lookahead.observe(slots, drafted, 1 + none)
+    assert catching_up[:2] == [200, 0] and lengths[:count].tolist() == [4, 4, 0]
+    lookahead.behind[2] = 50
+    assert all(chosen(lookahead, count, most=4, goal=goal))
 
 
 def test_a_new_sequence_does_not_inherit_its_slots_past():
