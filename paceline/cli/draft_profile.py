@@ -114,7 +114,7 @@ def measure(
     for temperature in TEMPERATURES:
         seen = run(runner, texts, DEEPEST, temperature)
         progress()
-        steps = {n: step_seconds(runner, n) for n in range(1, DEEPEST + 2)}
+        steps = step_seconds(runner, range(1, DEEPEST + 2))
         widths = {n: seconds / steps[1] for n, seconds in steps.items()}
         progress()
         cost = seen.draft_seconds / max(1, seen.drafted) / steps[1]
@@ -167,22 +167,26 @@ def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: 
     return Counts(seconds, draft_seconds, int(tokens), tried, kept, int(drafted))
 
 
-def step_seconds(runner: "ModelRunner", rows: int, times: int = 5) -> float:
-    """A step of the target over the last `rows` tokens of one sequence, as a verification has them."""
+def step_seconds(runner: "ModelRunner", widths: Iterable[int], times: int = 5) -> dict[int, float]:
+    """By width: a step of the target over so many last tokens of one sequence, as a verification has them. Widths take
+    turns, and each step comes behind one like it."""
     from time import perf_counter
 
     from paceline.core.work import NewSequence, SliceWork
 
-    known, params = PROMPT_TOKENS + rows, SamplingParams(max_draft_tokens=0)
-    blocks = list(range(-(-known // runner.info.block_size)))
-    tokens, taken = [3 + i % 50 for i in range(known)], []
+    params, taken = SamplingParams(max_draft_tokens=0), {rows: list[float]() for rows in widths}
     for _ in range(times + 1):
-        runner.step([NewSequence(-1, tokens, known, params)], [SliceWork(-1, 0, PROMPT_TOKENS, False, 0, blocks)], [])
-        begin = perf_counter()
-        runner.step([], [SliceWork(-1, PROMPT_TOKENS, rows, True, len(blocks), [])], [])
-        taken.append(perf_counter() - begin)
-        runner.step([], [], [-1])
-    return median(taken[1:])
+        for rows, some in taken.items():
+            known = PROMPT_TOKENS + rows
+            tokens, blocks = [3 + i % 50 for i in range(known)], list(range(-(-known // runner.info.block_size)))
+            prompt = SliceWork(-1, 0, PROMPT_TOKENS, False, 0, blocks)
+            runner.step([NewSequence(-1, tokens, known, params)], [prompt], [])
+            for emits in (False, True):
+                begin = perf_counter()
+                runner.step([], [SliceWork(-1, PROMPT_TOKENS, rows, emits, len(blocks), [])], [])
+            some.append(perf_counter() - begin)
+            runner.step([], [], [-1])
+    return {rows: median(some[1:]) for rows, some in taken.items()}
 
 
 def table(results: list[DraftResult]) -> Table:
