@@ -5,7 +5,8 @@
 with the acceptance a, the draft's cost c and the step times T(n) measured in the same run. `loads`: so many requests at
 a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). Ways of one request take turns run by
 run, those of loads every few steps, so that what the machine does in a minute happens to all of them; a ratio's error
-is the standard one of its parts. What comes in the first second does not count: a server has learnt what it can.
+is the standard one of its parts. What comes in the first second does not count: a server has learnt what it can. Draft
+models are in int8, which is the default, or plain: in fp32 as their targets.
 """
 
 import time
@@ -17,10 +18,11 @@ from statistics import median, stdev
 
 from benchmarks.dialled import VOCABULARY, Dial, pair
 from paceline.batching.config import SchedulerConfig
+from paceline.cli.draft_profile import step_seconds
 from paceline.controller import GroupConfig
 from paceline.core.batch import Batch
 from paceline.core.request import SamplingParams
-from paceline.core.work import NewSequence, SliceOutput, SliceWork
+from paceline.core.work import SliceOutput
 from paceline.engine.profiler import profile
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline, Output
@@ -28,10 +30,10 @@ from paceline.speculation.lookahead import Costs, Lookahead
 
 PROMPT = 64
 PLANS = {  # draft layers, output tokens, rounds of one request, seconds of each way of a load, loads
-    "small": (1, 96, 3, 8.0, (1, 2, 4, 8, 16, 32)),
-    "qwen2.5-0.5b": (1, 96, 2, 20.0, (1, 4, 16)),
+    "small": (1, 96, 8, 8.0, (1, 2, 4, 8, 16, 32)),
+    "qwen2.5-0.5b": (1, 96, 3, 12.0, (1, 4, 16)),
     "llama-3.2-1b": (1, 64, 3, 0.0, ()),
-    "small-int8-draft": (1, 96, 3, 8.0, (1, 4, 8, 16)),
+    "small-plain-draft": (1, 96, 3, 8.0, (1, 4, 8, 16)),
 }
 CASES = list(PLANS)
 TURN_S, WARM_S, PARTS, MANY = 0.1, 1.0, 8, 600  # MANY: requests that no way comes to the end of
@@ -46,8 +48,8 @@ class Pair:
 
     def __init__(self, shape: str) -> None:
         self.layers, self.output, self.rounds, self.seconds, self.loads = PLANS[shape]
-        target, draft = pair(shape.removesuffix("-int8-draft"), self.layers)
-        quantization = "int8" if shape.endswith("-int8-draft") else "none"
+        target, draft = pair(shape.removesuffix("-plain-draft"), self.layers)
+        quantization = "none" if shape.endswith("-plain-draft") else "int8"
         widest = max(self.loads, default=1)
         limits = dict(max_batch_tokens=512, max_batch=widest, num_blocks=widest * 16 + 128, context=1024)
         # one for each way, which holds the same weights as the others
@@ -143,19 +145,6 @@ class Pair:
                 break
         return found
 
-    def step_seconds(self, rows: int, times: int = 8) -> float:
-        """A step of the target whose rows are the last tokens of one sequence."""
-        known, blocks = PROMPT + rows, list(range((PROMPT + rows) // 16 + 1))
-        taken = []
-        for turn in range(times):
-            self.runner.step([NewSequence(turn, [300 + i for i in range(known)], known, SamplingParams(
-                max_draft_tokens=0))], [SliceWork(turn, 0, PROMPT, False, 0, blocks)], [])  # fmt: skip
-            begin = time.perf_counter()
-            self.runner.step([], [SliceWork(turn, PROMPT, rows, True, len(blocks), [])], [])
-            taken.append(time.perf_counter() - begin)
-            self.runner.step([], [], [turn])
-        return median(taken[1:])
-
 
 def run(shape: str) -> dict:
     both = Pair(shape)
@@ -168,7 +157,7 @@ def run(shape: str) -> dict:
 
 def single(both: Pair, acceptance: float = 0.8) -> dict:
     reached = both.dialled_to(acceptance)
-    widths = {n: both.step_seconds(n) for n in sorted({1, *(depth + 1 for depth in DEPTHS)})}
+    widths = step_seconds(both.runner, sorted({depth + 1 for depth in DEPTHS}), times=8)
     runs: dict[int | str, list[dict]] = defaultdict(list)
     for turn in range(both.rounds):
         for depth in DEPTHS:

@@ -24,7 +24,7 @@ class Drafting:
     early_exit_layers: int | None = None
     max_draft_tokens: int = 0  # 0: nobody drafts
     adaptive: bool = True  # as many as pay, instead of always the most
-    quantization: str | None = None  # of a draft model; None: as its target
+    quantization: str | None = None  # of a draft model
 
     @staticmethod
     def of(speculation: Speculation) -> "Drafting":
@@ -37,10 +37,11 @@ class Drafting:
             raise ValueError("speculation.quantization: is only allowed with a draft model")
         if speculation.drafter == "none":
             return Drafting()
-        return Drafting(drafter, layers, most, speculation.adaptive, speculation.quantization)
+        quantization = speculation.quantization or ("int8" if drafter.kind == "model" else None)
+        return Drafting(drafter, layers, most, speculation.adaptive, quantization)
 
     def quantized(self, target: str) -> str:
-        """How what drafts for a target that is quantized so is quantized itself."""
+        """How what drafts for a target that is quantized so is quantized itself: early exit as its target."""
         return self.quantization or target
 
     @property

@@ -65,7 +65,7 @@ class Speculation(BaseModel):
     max_draft_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     adaptive: bool = True  # as many as pay, by profiles and by what was accepted; else always the most
     early_exit_layers: int | None = Field(default=None, ge=1)  # a quarter of the model's by default
-    quantization: Quantization | None = None  # of a draft model; that of the model by default
+    quantization: Quantization | None = None  # of a draft model; int8 by default
 
 
 class Entry(BaseModel):

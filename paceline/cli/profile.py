@@ -168,9 +168,9 @@ def profile(
 
 
 def _ways(drafting: Drafting, quantization: str) -> list[Drafting]:
-    """To draft so: a draft model as it is, and in int8, which takes less time and is as exact."""
-    int8 = [replace(drafting, quantization="int8")] if drafting.model and quantization == "none" else []
-    return [drafting, *int8]
+    """To draft so: a draft model in int8 and, if the target is not, as it is."""
+    plain = [replace(drafting, quantization="none")] if drafting.model and quantization == "none" else []
+    return [drafting, *plain]
 
 
 def _refuse(options: dict[str, Any], whose: str) -> None:

@@ -153,6 +153,9 @@ def test_a_draft_model_has_a_quantization_of_its_own_and_no_other_drafter_has(tm
     model, _ = find_models([str(write(tmp_path, text))], [])
     options = worker_options(model, {"max_batch_tokens": 64, "max_batch": 4}, 1.0)
     assert (model.quantization, options.quantization, options.draft_quantization) == ("none", "none", "int8")
+    for old, new, quantization in (("int8", "none", "none"), (", quantization: int8", "", "int8")):
+        (other,) = find_models([str(write(tmp_path, text.replace(old, new)))], [])[:1]
+        assert other.drafting.quantization == quantization
     with pytest.raises(ValueError, match=r"speculation.quantization: is only allowed with a draft model"):
         find_models([str(write(tmp_path, text.replace("builtin:coder-draft, q", "ngram, q")))], [])
     with pytest.raises(ValueError, match=r"speculation.quantization.*'none' or 'int8'"):

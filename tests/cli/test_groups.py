@@ -103,17 +103,22 @@ def test_the_first_worker_has_room_for_what_it_drafts_by(tmp_path):
     alone, room, two = model("ngram"), 1e9, Parallel(2)
     config, draft = ModelConfig.load(alone.path), ModelConfig.load(BUILTIN / "coder-draft")
     first = config.first(config.exit_layers(None))
-    for other, parallel, beside in (
-        ("builtin:coder-draft", Parallel(), draft), ("builtin:coder-draft", two, draft), ("early_exit", two, first),
+    for other, parallel, beside, quantization in (
+        ("builtin:coder-draft", Parallel(), draft, "int8"), ("builtin:coder-draft", two, draft, "int8"),
+        ("early_exit", two, first, "none"),
     ):  # fmt: skip
-        known, held = model(other), config.kv_bytes_per_token() / parallel.devices + beside.kv_bytes_per_token()
-        assert weight_bytes(known, parallel) == weight_bytes(alone, parallel) + beside.weight_bytes()
+        weights = beside.weight_bytes(quantization)
+        known, held = model(other), config.kv_bytes_per_token() / parallel.devices
+        held += beside.kv_bytes_per_token(quantization)
+        assert weight_bytes(known, parallel) == weight_bytes(alone, parallel) + weights
         assert kv_blocks(known, room, parallel) == int(room / (16 * held))
         places = [Place(parallel, number) for number in range(parallel.devices)]
         extra = [
-            load.weight_bytes(alone.path, place, drafter=str(known.drafting.drafter))
+            load.weight_bytes(
+                alone.path, place, drafter=str(known.drafting.drafter), draft_quantization=known.drafting.quantization
+            )
             - load.weight_bytes(alone.path, place)
             for place in places
         ]
-        assert extra == [beside.weight_bytes(), *[0] * (parallel.devices - 1)]
+        assert extra == [weights, *[0] * (parallel.devices - 1)]
     assert weight_bytes(model("early_exit"), Parallel()) == weight_bytes(alone, Parallel())

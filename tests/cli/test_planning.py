@@ -263,14 +263,14 @@ def test_a_simulated_draft_model_takes_its_time_and_memory(folder, monkeypatch):
     floor = Roofline(64, 1, 1, 1, 8, 1e9, 1e9)
     known = Profile(small, ((1, 1),), (), 1, none, none, {1: 0.001}, floor)
     device = profile_cache.Device.here(profile_cache.threads_of(2))
-    profile_cache.save(profile_cache.cache_file(folder / "draft", "none", device), "draft", known, device)
+    profile_cache.save(profile_cache.cache_file(folder / "draft", "int8", device), "draft", known, device)
     (model,) = planned(fleet, folder / "profile.json").models
     assert model.drafts == SimulatedDrafts(3, 0.8, Costs((0.0, 0.001), 2e-5, 3e-9))
     stages = {str(p): shape.stage_weight_bytes for p, shape in model.table.shapes.items() if p.devices <= 2}
     config = ModelConfig.load(folder / "draft")
-    weight = config.weight_bytes("none")
+    weight = config.weight_bytes("int8")
     assert stages == {"(1,1)": (GIB + weight,), "(2,1)": (GIB // 2 + weight, GIB // 2)}
-    assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token()} and model.share(Parallel(2)) == 0.5
+    assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token("int8")} and model.share(Parallel(2)) == 0.5
     assert model.table.shapes[Parallel(2)].working_bytes == 100
 
 
@@ -290,10 +290,10 @@ def test_memory_of_drafters_is_planned_whether_or_not_they_are_simulated(folder)
         return more, {str(p): size for p, size in found.draft_kv_bytes.items() if p.devices <= 2}
 
     config = ModelConfig.load(folder / "llm")
-    whole, part = config.weight_bytes("none"), config.first(1).weight_bytes("none")
+    whole, part = config.weight_bytes("int8"), config.first(1).weight_bytes("none")
     assert memory("ngram") == ({"(1,1)": 0, "(2,1)": 0}, {})
     assert memory("early_exit") == ({"(1,1)": 0, "(2,1)": part}, {"(2,1)": config.first(1).kv_bytes_per_token()})
-    kv_bytes = config.kv_bytes_per_token()
+    kv_bytes = config.kv_bytes_per_token("int8")
     assert memory(str(folder / "llm")) == ({"(1,1)": whole, "(2,1)": whole}, {"(1,1)": kv_bytes, "(2,1)": kv_bytes})
 
 

@@ -154,9 +154,9 @@ def test_the_budget_of_a_model():
     assert paced_model.budget(StepShape().add(10, 1, True), [(0, 900)], None) == 176
 
 
-def cached_for(path: Path, profile: Profile) -> None:
+def cached_for(path: Path, profile: Profile, quantization: str = "none") -> None:
     device = profile_cache.Device.here(None)
-    profile_cache.save(profile_cache.cache_file(path, "none", device), "m", profile, device)
+    profile_cache.save(profile_cache.cache_file(path, quantization, device), "m", profile, device)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_what_drafts_cost_is_known_from_profiles(tmp_path, drafter, cost):
     fleet.write_text(f"models:\n  - {{name: a, source: 'builtin:coder', speculation: {speculation}}}\n")
     tenth = replace(MODEL, linear=tuple(second / 10 for second in MODEL.linear), emit=0.0, decode=0.0)
     cached()
-    cached_for(BUILTIN / "coder-draft", replace(PROFILE, step_time=tenth))
+    cached_for(BUILTIN / "coder-draft", replace(PROFILE, step_time=tenth), "int8")
     model = paced(find_models([str(fleet)], [])[0], 512, False, None, ["--context", "64", "--max-batch", "4"])
     config = group_model(model, Parallel())
     assert config.max_draft_tokens == 3
