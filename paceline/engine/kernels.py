@@ -39,8 +39,9 @@ FEATURES = binding.get_host_cpu_features()
 HAS_AVX512 = all(FEATURES.get(name, False) for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
 HAS_VNNI = HAS_AVX512 and FEATURES.get("avx512vnni", False)
 
-ROWS, FEWER, COLUMNS = 12, 8, 32  # of a tile; of one for what is left, before a lower one
-HEIGHTS = (*range(1, FEWER + 1), ROWS)
+ROWS, COLUMNS = 12, 32  # of a tile, at most
+# of one of several: Zen 5 makes 223 GFLOP/s of tiles of 8 to 11 rows and 207 of 12; on Intel's front ends 12 are best
+TALL = 11 if binding.get_host_cpu_name().startswith("znver") else ROWS
 REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"  # a tile's arguments
 SCRATCH = "%r12", "%r13", "%r14", "%r15"
 AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows
@@ -49,7 +50,7 @@ LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
-BLOCK = 192  # rows that pass a panel of weights together: with two panels they fit into the second cache
+BLOCK = 192 // TALL * TALL  # rows that pass a panel of weights together: with two panels they fit into the second cache
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
 
@@ -114,7 +115,7 @@ def _assembly(rows: int, integer: bool, across: bool) -> str:
 def _tile_of(integer: bool = False, across: bool = False):
     """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
 
-    Addresses and strides in bytes; `rows` is one of HEIGHTS, `steps` is even. Floats, or for `integer` 4 unsigned bytes
+    Addresses and strides in bytes; 1 to 12 rows, `steps` is even. Floats, or for `integer` 4 unsigned bytes
     of `a` and 4 signed bytes of every column of `w` a step, summed in int32 (VNNI). `across`: a is [steps, rows] in
     memory. Every step fetches two lines at `ahead`, which then moves on by `gap`.
     """
@@ -130,7 +131,8 @@ def _tile_of(integer: bool = False, across: bool = False):
         def generate(context, builder, signature, arguments):
             done = builder.append_basic_block("done")
             choice = builder.switch(arguments[0], done)
-            for count in HEIGHTS if HAS_AVX512 else ():  # elsewhere nobody calls it, and the assembler refuses it
+            # without AVX-512 nobody calls it, and the assembler refuses it
+            for count in range(1, ROWS + 1) if HAS_AVX512 else ():
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(long(count), block)
                 builder.position_at_end(block)
@@ -168,15 +170,15 @@ def _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
 
 @njit(I64(I64), inline="always", **OPTIONS)
 def _height(left):
-    """Of the next tile, with so many rows left."""
-    return ROWS if left >= ROWS else min(left, FEWER)
+    """Of the next tile, with so many rows left: all are about equal, since a low one takes as long as one of 6."""
+    return left if left <= ROWS else (left - 1) // ((left + TALL - 1) // TALL) + 1
 
 
 @njit(I64(I64), inline="always", **OPTIONS)
 def _block(rows):
     """Of rows that go through linear layers together: equal parts, since few rows cost what many do."""
     parts = (rows + BLOCK - 1) // BLOCK
-    return ((rows + parts - 1) // parts + ROWS - 1) // ROWS * ROWS
+    return ((rows + parts - 1) // parts + TALL - 1) // TALL * TALL
 
 
 @njit(types.void(*[I64] * 8), **OPTIONS)
@@ -205,8 +207,7 @@ def _fetching(rows, w, nbytes, following):
 
     Those at `following` are needed next: every pass fetches its share. A single pass fetches what it needs itself soon.
     """
-    left = rows % ROWS
-    passes = rows // ROWS + left // FEWER + (left % FEWER > 0)
+    passes = (rows + TALL - 1) // TALL if rows > ROWS else 1
     if passes == 1:
         return w + AHEAD, 2 * LINE, 0
     part = nbytes // passes // LINE * LINE

@@ -12,7 +12,7 @@ AVX512 = kernels is not None and kernels.HAS_AVX512
 VNNI = kernels is not None and kernels.HAS_VNNI
 FLOAT = [kind for kind in KINDS if "int8" not in kind and (AVX512 or kind != "tiled")]
 INT8 = [kind for kind in KINDS if "int8" in kind and (VNNI or kind == "int8")]
-ROWS = (1, 2, 5, 7, 8, 11, 12, 13, 20, 24, 31, 32, 33, 100, 300, 520)
+ROWS = (1, 2, 5, 7, 8, 9, 10, 11, 12, 13, 20, 23, 24, 25, 31, 32, 33, 100, 188, 300, 520)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
