@@ -105,53 +105,63 @@ def profile(
         _encoder(path, name, json, threads, quantization, prompt_tokens or ENCODER_TOKENS, seconds, quick)
         return
     _refuse({"prompt-tokens": prompt_tokens}, f"of encoders, and {source!r} generates")
-    figure = _figure() if plot else None
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for workers; before torch is imported
+    limits: dict[str, Any] = {"threads": threads, "quantization": quantization}
     if speculation:
         if text and not text.is_file():
             raise ValueError(f"text: {text} is not a file")
         asked = (Drafting.of(Speculation(drafter=one)) for one in drafts or ())
         drafters = [way for one in asked for way in _ways(one, quantization)]
-        limits = {"threads": threads, "quantization": quantization}
-        with _progress() as bars:
-            told = text.read_text(encoding="utf-8") if text else draft_profile.standard_text()
-            results = draft_profile.profile_drafts(path, name, drafters, told, 1 if quick else 3, limits, bars)
-        out = Console()
-        out.print(draft_profile.table(results))
-        out.print(draft_profile.advice(results), highlight=False)
-        if plot and figure:
-            draft_profile.draw(figure, results, plot, name)
-        if json:
-            json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+        _drafts(path, name, drafters, text, 1 if quick else 3, limits, plot, json)
         return
+    limits |= {
+        "max_batch_tokens": max(token_budget, max_batch), "max_batch": max_batch, "context": context,
+        "memory": parse_bytes(memory) if memory else None,
+    }  # fmt: skip
+    _steps(path, name, token_budget, limits, seconds, tbt_goal, plot, json)
+
+
+def _drafts(
+    path: Path, name: str, drafters: list[Drafting], text: Path | None, rounds: int, limits: dict[str, Any],
+    plot: Path | None, json: Path | None,
+) -> None:  # fmt: skip
+    """What each way to draft is worth."""
+    figure = _figure() if plot else None
+    with _progress() as bars:
+        told = text.read_text(encoding="utf-8") if text else draft_profile.standard_text()
+        results = draft_profile.profile_drafts(path, name, drafters, told, rounds, limits, bars)
+    out = Console()
+    out.print(draft_profile.table(results))
+    out.print(draft_profile.advice(results), highlight=False)
+    if plot and figure:
+        draft_profile.draw(figure, results, plot, name)
+    if json:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+
+
+def _steps(
+    path: Path, name: str, token_budget: int, limits: dict[str, Any], seconds: float, tbt_goal: float | None,
+    plot: Path | None, json: Path | None,
+) -> None:  # fmt: skip
+    """What steps take, kept for `serve`; `limits` are the engine's."""
+    figure = _figure() if plot else None
     from paceline.engine.kv_cache import available_bytes, resident_bytes
     from paceline.engine.profiler import profile as measure
     from paceline.engine.runner import ModelRunner
 
-    limit = parse_bytes(memory) if memory else available_bytes() + resident_bytes()
+    memory, max_batch = limits["memory"] or available_bytes() + resident_bytes(), limits["max_batch"]
     with _progress() as bars:
         loading = bars.add_task(f"loading {name}", total=None)
         runner = ModelRunner.load(
-            path,
-            max_batch_tokens=max(token_budget, max_batch),
-            max_batch=max_batch,
-            memory=parse_bytes(memory) if memory else None,
-            context=context,
-            threads=threads,
-            quantization=quantization,
-            progress=lambda done, total: bars.update(loading, completed=done, total=total),
+            path, **limits, progress=lambda done, total: bars.update(loading, completed=done, total=total)
         )
         steps = bars.add_task(f"profiling {name}", total=None)
         result = measure(
-            runner,
-            max_tokens=token_budget,
-            max_batch=max_batch,
-            quantization=quantization,
-            seconds=seconds,
+            runner, max_tokens=token_budget, max_batch=max_batch, quantization=limits["quantization"], seconds=seconds,
             progress=lambda done, total: bars.update(steps, completed=done, total=total),
-        )
-    device = profile_cache.Device.here(threads)
-    kept = profile_cache.cache_file(path, quantization, device)
+        )  # fmt: skip
+    device = profile_cache.Device.here(limits["threads"])
+    kept = profile_cache.cache_file(path, limits["quantization"], device)
     for file in (kept, json):
         if file:
             profile_cache.save(file, name, result, device)
@@ -159,7 +169,7 @@ def profile(
     out.print(widths_table(result))
     out.print(findings(result), highlight=False)
     out.print(budgets_table(result, max_batch, runner.info.num_blocks * runner.info.block_size, runner.info.context))
-    out.print(batch_table(runner, limit))
+    out.print(batch_table(runner, memory))
     if tbt_goal is not None:
         out.print(goal_line(name, result, tbt_goal, max_batch, runner.info.context), highlight=False)
     if plot and figure:
