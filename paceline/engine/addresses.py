@@ -17,4 +17,5 @@ def _pointer(element):
     return pointer
 
 
-floats, ints, octets, longs = (_pointer(kind) for kind in (types.float32, types.int32, types.uint8, types.int64))
+floats, ints, longs = (_pointer(kind) for kind in (types.float32, types.int32, types.int64))
+octets, shorts = (_pointer(kind) for kind in (types.uint8, types.uint16))

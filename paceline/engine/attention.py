@@ -164,7 +164,7 @@ def _in_place(device: str) -> bool:
 
 
 def _tiled(device: str) -> bool:
-    return _in_place(device) and kernels.HAS_AVX512
+    return _in_place(device) and kernels.HAS_TILES
 
 
 def attend(

@@ -3,7 +3,9 @@
 All products are made of one tile, up to 12 rows of activations times 32 columns of packed weights, whose 24 vector
 accumulators stay in registers while the weights stream by once: what 12 rows cost is what one costs. While more rows
 pass the same weights again, from the cache, the next ones are fetched from memory, in equal parts a pass. Sums run over
-the inner dimension in one order whatever the number of rows, so a sequence's bits do not depend on its batch.
+the inner dimension in one order whatever the number of rows, so a sequence's bits do not depend on its batch. With AVX2
+in place of AVX-512 half as many registers of half the size hold up to 6 rows, of which more than 2 pass 16 columns and
+then the other 16.
 
 Tiles are written in assembly, since no loop that a compiler sees keeps its sums in registers this way with so few other
 instructions; Numba compiles them once per machine (30 s, cached). Addresses are passed instead of arrays: taking
@@ -27,7 +29,7 @@ from numba.extending import intrinsic
 from paceline.engine.addresses import floats as _floats
 from paceline.engine.addresses import ints as _ints
 from paceline.engine.addresses import longs as _longs
-from paceline.engine.addresses import octets as _bytes
+from paceline.engine.addresses import octets, shorts
 
 if platform.machine() not in ("x86_64", "AMD64"):
     raise ImportError("these kernels are written for x86-64")  # torch's operators take their place
@@ -37,11 +39,18 @@ numba.get_num_threads()  # starts them: a ValueError here and now where that lay
 
 FEATURES = binding.get_host_cpu_features()
 HAS_AVX512 = all(FEATURES.get(name, False) for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
+HAS_AVX2 = all(FEATURES.get(name, False) for name in ("avx2", "fma", "f16c"))
 HAS_VNNI = HAS_AVX512 and FEATURES.get("avx512vnni", False)
+HAS_TILES = HAS_AVX512 or HAS_AVX2  # for floats
+HAS_BYTE_TILES = HAS_VNNI if HAS_AVX512 else HAS_AVX2  # for int8
 
-ROWS, COLUMNS = 12, 32  # of a tile, at most
+VECTOR_BYTES, REGISTER, NUM_REGISTERS = (64, "zmm", 32) if HAS_AVX512 else (32, "ymm", 16)
+ROWS, COLUMNS = 12 if HAS_AVX512 else 6, 32  # of a tile, at most
+ALL_COLUMNS = 12 if HAS_AVX512 else 2  # rows up to which a tile has 32 columns; else it is one of 16 and one more
+BYTE = 1 if HAS_VNNI else 2  # bytes of an activation in products of int8: VNNI takes bytes, AVX2 16 bits
+TOGETHER = 4 // BYTE  # int8 weights of a column that lie side by side
 # of one of several: Zen 5 makes 223 GFLOP/s of tiles of 8 to 11 rows and 207 of 12; on Intel's front ends 12 are best
-TALL = 11 if binding.get_host_cpu_name().startswith("znver") else ROWS
+TALL = 11 if HAS_AVX512 and binding.get_host_cpu_name().startswith("znver") else ROWS
 REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"  # a tile's arguments
 SCRATCH = "%r12", "%r13", "%r14", "%r15"
 AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows
@@ -50,6 +59,7 @@ LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
+_activations = octets if BYTE == 1 else shorts  # of products of int8
 BLOCK = 192 // TALL * TALL  # rows that pass a panel of weights together: with two panels they fit into the second cache
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
@@ -76,38 +86,61 @@ def _float_of_bits(context, bits):
 # The tile
 
 
-def _assembly(rows: int, integer: bool, across: bool) -> str:
-    """A tile: the sums of row r are in registers 2 r and 2 r + 1, a step's weights in 24 and 25."""
+def _assembly(rows: int, columns: int, integer: bool, across: bool) -> str:
+    """A tile: the sums of a row are in registers side by side, a step's weights behind all sums, then activations."""
     a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
     four, eight, three, place = SCRATCH  # a four and eight rows on, three strides, where a row of sums is in memory
-    multiply, everywhere = ("vpdpbusd", "vpbroadcastd") if integer else ("vfmadd231ps", "vbroadcastss")
     bases = (a,) if across else (a, four, eight)[: (rows + 3) // 4]
+    parts = range(columns * 4 // VECTOR_BYTES)  # vectors of a row
+    weights = len(parts) * (ALL_COLUMNS if columns == COLUMNS else ROWS)
+    spread, pairs = weights + len(parts), integer and BYTE == 2
+
+    def register(number: int) -> str:
+        return f"%{REGISTER}{number}"
 
     def sums(line: str) -> list[str]:
-        """`line` for every half of a row of sums, with its address and its register."""
+        """`line` for every part of a row of sums, with its address and its register."""
         lines = [f"movq {c}, {place}"]
         for row in range(rows):
-            lines += [line.format(f"{64 * half}({place})", f"%zmm{2 * row + half}") for half in (0, 1)]
+            lines += [
+                line.format(f"{VECTOR_BYTES * part}({place})", register(len(parts) * row + part)) for part in parts
+            ]
             lines.append(f"addq {c_stride}, {place}")
+        return lines
+
+    def products(row: int, one: str) -> list[str]:
+        """Of what is spread in `one` and all weights, added to the row's sums."""
+        lines = []
+        for part in parts:
+            weight, total = register(weights + part), register(len(parts) * row + part)
+            if pairs:
+                product = one if part == parts[-1] else register(spread + 1)
+                lines += [f"vpmaddwd {weight}, {one}, {product}", f"vpaddd {product}, {total}, {total}"]
+            else:
+                first, second, multiply = (weight, one, "vpdpbusd") if integer else (one, weight, "vfmadd231ps")
+                lines.append(f"{multiply} {first}, {second}, {total}")
         return lines
 
     lines = [f"leaq ({stride},{stride},2), {three}", f"leaq ({a},{stride},4), {four}"]
     lines += [f"leaq ({four},{stride},4), {eight}", *sums("vmovups {}, {}"), "1:"]
     for step, here in enumerate((f"({w})", f"({w},{w_stride})")):
-        lines += [f"vmovups {here}, %zmm24", f"vmovups 64{here}, %zmm25"]
-        lines += [f"prefetcht0 ({ahead})", f"prefetcht0 64({ahead})", f"addq {gap}, {ahead}"]
-        for row in range(rows):
-            index = ("", f",{stride}", f",{stride},2", f",{three}")[step if across else row % 4]
-            value = f"{4 * row}({a}{index})" if across else f"{4 * step}({bases[row // 4]}{index})"
-            one = f"%zmm{26 + row % 6}"
-            if index or integer or row % 4:
-                lines.append(f"{everywhere} {value}, {one}")
-            else:
-                one = value + "{{1to16}}"  # fewer instructions, more loads: for some rows
-            for half in (0, 1):
-                first, second = (f"%zmm{24 + half}", one) if integer else (one, f"%zmm{24 + half}")
-                lines.append(f"{multiply} {first}, {second}, %zmm{2 * row + half}")
-    on = [f"leaq ({a},{stride},2), {a}"] if across else [f"addq $$8, {base}" for base in bases]
+        for pair in range(2 if pairs else 1):  # of four bytes one after the other: sums of two are 32 bits wide
+            for part in parts:
+                offset = COLUMNS * 2 * pair + VECTOR_BYTES // 2 * part if pairs else VECTOR_BYTES * part
+                lines.append(f"{'vpmovsxbw' if pairs else 'vmovups'} {offset}{here}, {register(weights + part)}")
+            if pair == 0:
+                lines += [f"prefetcht0 ({ahead})", f"prefetcht0 64({ahead})", f"addq {gap}, {ahead}"]
+            for row in range(rows):
+                index = ("", f",{stride}", f",{stride},2", f",{three}")[step if across else row % 4]
+                number = 2 * step + pair if pairs else step
+                value = f"{4 * row}({a}{index})" if across else f"{4 * number}({bases[row // 4]}{index})"
+                one = register(spread if pairs else spread + row % (NUM_REGISTERS - spread))
+                if index or integer or row % 4 or not HAS_AVX512:
+                    lines.append(f"{'vpbroadcastd' if integer else 'vbroadcastss'} {value}, {one}")
+                else:
+                    one = value + "{{1to16}}"  # fewer instructions, more loads: for some rows
+                lines += products(row, one)
+    on = [f"leaq ({a},{stride},2), {a}"] if across else [f"addq $${16 if pairs else 8}, {base}" for base in bases]
     lines += [f"leaq ({w},{w_stride},2), {w}", *on, f"subq $$2, {steps}", "jg 1b"]
     return "\n".join([*lines, *sums("vmovups {1}, {0}")]).replace("{{1to16}}", "{1to16}")
 
@@ -115,14 +148,15 @@ def _assembly(rows: int, integer: bool, across: bool) -> str:
 def _tile_of(integer: bool = False, across: bool = False):
     """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
 
-    Addresses and strides in bytes; 1 to 12 rows, `steps` is even. Floats, or for `integer` 4 unsigned bytes
-    of `a` and 4 signed bytes of every column of `w` a step, summed in int32 (VNNI). `across`: a is [steps, rows] in
-    memory. Every step fetches two lines at `ahead`, which then moves on by `gap`.
+    Addresses and strides in bytes; 1 to ROWS rows, `steps` is even. Floats, or for `integer` 4 numbers of `a` from 1 to
+    255, of BYTE bytes each, and 4 signed bytes of every column of `w` a step, summed in int32: with VNNI a column's
+    four together, else two of every column and then the next two. `across`: a is [steps, rows] in memory. Every step
+    fetches two lines at `ahead`, which then moves on by `gap`.
     """
     long = ir.IntType(64)
     changed = [f"={{{register[1:]}}}" for register in REGISTERS]
     kept = [str(index) for index in range(len(REGISTERS))]
-    lost = [f"~{{{register[1:]}}}" for register in SCRATCH] + [f"~{{zmm{i}}}" for i in range(32)]
+    lost = [f"~{{{register[1:]}}}" for register in SCRATCH] + [f"~{{{REGISTER}{i}}}" for i in range(NUM_REGISTERS)]
     constraint = ",".join([*changed, *kept, *lost, "~{memory}", "~{flags}"])
     function = ir.FunctionType(ir.LiteralStructType([long] * len(REGISTERS)), [long] * len(REGISTERS))
 
@@ -131,12 +165,20 @@ def _tile_of(integer: bool = False, across: bool = False):
         def generate(context, builder, signature, arguments):
             done = builder.append_basic_block("done")
             choice = builder.switch(arguments[0], done)
-            # without AVX-512 nobody calls it, and the assembler refuses it
-            for count in range(1, ROWS + 1) if HAS_AVX512 else ():
+            # without such registers nobody calls it, and the assembler refuses it
+            for count in range(1, ROWS + 1) if HAS_TILES else ():
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(long(count), block)
                 builder.position_at_end(block)
-                builder.call(ir.InlineAsm(function, _assembly(count, integer, across), constraint, True), arguments[1:])
+                columns = COLUMNS if count <= ALL_COLUMNS else COLUMNS // 2
+                form = ir.InlineAsm(function, _assembly(count, columns, integer, across), constraint, True)
+                after = builder.call(form, arguments[1:])
+                if columns < COLUMNS:  # then the other half, which goes on with what is fetched
+                    others = list(arguments[1:])
+                    others[2] = builder.add(others[2], long(columns * (2 if integer else 4)))
+                    others[5] = builder.add(others[5], long(columns * 4))
+                    others[7] = builder.extract_value(after, 7)
+                    builder.call(form, others)
                 builder.branch(done)
             builder.position_at_end(done)
             return context.get_dummy_value()
@@ -147,7 +189,7 @@ def _tile_of(integer: bool = False, across: bool = False):
 
 
 _float_tile, _across_tile = _tile_of(), _tile_of(across=True)
-_byte_tile = _tile_of(integer=HAS_VNNI)  # without VNNI there are no int8 weights
+_byte_tile = _tile_of(integer=HAS_BYTE_TILES)  # without them there are no int8 weights
 
 
 # Each compiled once: what they are used in would hold a copy.
@@ -207,11 +249,12 @@ def _fetching(rows, w, nbytes, following):
 
     Those at `following` are needed next: every pass fetches its share. A single pass fetches what it needs itself soon.
     """
-    passes = (rows + TALL - 1) // TALL if rows > ROWS else 1
+    halves = 1 if HAS_AVX512 or rows <= ALL_COLUMNS else 2
+    passes = ((rows + TALL - 1) // TALL if rows > ROWS else 1) * halves
     if passes == 1:
         return w + AHEAD, 2 * LINE, 0
     part = nbytes // passes // LINE * LINE
-    return following, part // (nbytes // (2 * LINE)) + 1, part
+    return following, part // (nbytes // (2 * LINE)) + 1, part * halves
 
 
 # Vector instructions by hand: loops over memory that may overlap stay scalar, ten times slower.
@@ -277,18 +320,69 @@ def _store_some(builder, value, address, mask):
     _call(builder, name, none, value, _at(builder, address), ir.IntType(32)(4), mask)
 
 
+def _all_or_some(builder, mask, every, some):
+    """What every() builds where the whole mask is set, else some(): AVX2 has no masks for numbers of 16 bits."""
+    if HAS_AVX512:
+        return some()
+    short = ir.IntType(16)
+    whole = builder.icmp_unsigned("==", builder.bitcast(mask, short), short(0xFFFF))
+    values = []
+    with builder.if_else(whole, likely=True) as branches:
+        for branch, build in zip(branches, (every, some), strict=True):
+            with branch:
+                values.append((build(), builder.block))
+    if values[0][0] is None:
+        return None
+    joined = builder.phi(values[0][0].type)
+    for value in values:
+        joined.add_incoming(*value)
+    return joined
+
+
+def _load_shorts(builder, address, mask):
+    """As `_load_some`, of numbers of 16 bits."""
+    place = _at(builder, address, 0, SHORTS)
+    return _all_or_some(
+        builder, mask, lambda: builder.load(place, align=2), lambda: _masked_shorts(builder, place, mask)
+    )
+
+
+def _masked_shorts(builder, place, mask):
+    def load(builder, place, mask):
+        name, zeros = "llvm.masked.load.v16i16.p0", ir.Constant(SHORTS, None)
+        return _call(builder, name, SHORTS, place, ir.IntType(32)(2), mask, zeros)
+
+    if HAS_AVX512:
+        return load(builder, place, mask)
+    name = "paceline.masked_shorts"  # a function, since AVX2 takes a branch for each
+    function = builder.module.globals.get(name)
+    if function is None:
+        kind = ir.FunctionType(SHORTS, [place.type, mask.type])
+        function = ir.Function(builder.module, kind, name)
+        function.linkage = "internal"
+        function.attributes.add("noinline")
+        inside = ir.IRBuilder(function.append_basic_block())
+        inside.ret(load(inside, *function.args))
+    return builder.call(function, [place, mask])
+
+
 def _load_halves(builder, address, mask):
     """As `_load_some`, of half-precision numbers."""
-    name, zeros = "llvm.masked.load.v16i16.p0", ir.Constant(SHORTS, None)
-    bits = _call(builder, name, SHORTS, _at(builder, address, 0, SHORTS), ir.IntType(32)(2), mask, zeros)
-    return builder.fpext(builder.bitcast(bits, HALVES), VECTOR)
+    return builder.fpext(builder.bitcast(_load_shorts(builder, address, mask), HALVES), VECTOR)
 
 
 def _store_halves(builder, value, address, mask):
     """As `_store_some`, rounded to half precision."""
     bits = builder.bitcast(builder.fptrunc(value, HALVES), SHORTS)
-    place, name = _at(builder, address, 0, SHORTS), "llvm.masked.store.v16i16.p0"
-    _call(builder, name, ir.VoidType(), bits, place, ir.IntType(32)(2), mask)
+    place, name, align = _at(builder, address, 0, SHORTS), "llvm.masked.store.v16i16.p0", ir.IntType(32)(2)
+
+    def every():
+        builder.store(bits, place, align=2)
+
+    def some():
+        _call(builder, name, ir.VoidType(), bits, place, align, mask)
+
+    _all_or_some(builder, mask, every, some)
 
 
 def _loop(builder, count, firsts, turn):
@@ -512,8 +606,10 @@ def _scores_of(rows: int, load, shift: int):
     return score
 
 
-(_score16, _score4, _score1), (_half_score16, _half_score4, _half_score1) = (
-    [_scores_of(rows, *kept) for rows in (16, 4, 1)] for kept in ELEMENTS_KEPT
+# keys that are scored together, so that so many sums are in registers
+SOME, FEW = (16, 4) if HAS_AVX512 else (4, 2)
+(_score_some, _score_few, _score_one), (_half_score_some, _half_score_few, _half_score_one) = (
+    [_scores_of(rows, *kept) for rows in (SOME, FEW, 1)] for kept in ELEMENTS_KEPT
 )
 
 
@@ -645,11 +741,11 @@ def _norm_rows(x, stride, width, norm, eps, out, out_stride, begin, end):
 
 @njit(types.void(*[I64] * 8), **OPTIONS)
 def _quantize_rows(x, stride, width, out, out_stride, scales, begin, end):
-    """Rows [begin, end) of x to bytes out: 128 + x / scale, with a scale a row: its largest over 127."""
+    """Rows [begin, end) of x to out, in BYTE bytes: 128 + x / scale, with a scale a row: its largest over 127."""
     scale_of = carray(_floats(scales), (end,))
     for row in range(begin, end):
         source = carray(_floats(x + row * stride), (width,))
-        target = carray(_bytes(out + row * out_stride), (width,))
+        target = carray(_activations(out + row * out_stride), (width,))
         bits, largest = carray(_ints(x + row * stride), (width,)), np.int32(0)
         for i in range(width):  # as integers: the order is that of the absolute values, and a NaN is above them all
             largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
@@ -657,7 +753,7 @@ def _quantize_rows(x, stride, width, out, out_stride, scales, begin, end):
         scale_of[row] = peak / np.float32(127.0)
         inverse = np.float32(127.0) / peak if peak != np.float32(0.0) else np.float32(0.0)
         for i in range(width):
-            target[i] = np.uint8(np.int32(np.rint(source[i] * inverse)) + np.int32(128))
+            target[i] = np.int32(np.rint(source[i] * inverse)) + np.int32(128)
 
 
 @njit(types.void(*[I64] * 11), **OPTIONS)
@@ -700,7 +796,7 @@ def _panels(
     columns = 16 if kind == GATE else COLUMNS
     panels = (outer + columns - 1) // columns
     integer = w_scale != 0
-    size = 1 if integer else 4
+    size, a_size = (1, BYTE) if integer else (4, 4)
     parts = (inner * size + DEPTH * 4 - 1) // (DEPTH * 4)
     depth = ((inner + parts - 1) // parts + 7) // 8 * 8
     for p in range(panels * t // threads, panels * (t + 1) // threads):
@@ -713,7 +809,7 @@ def _panels(
             row = 0
             while row < rows:
                 height = _height(rows - row)
-                here, place = a + row * a_stride + first * size, sums + row * COLUMNS * 4
+                here, place = a + row * a_stride + first * a_size, sums + row * COLUMNS * 4
                 target = c + row * c_stride + p * columns * 4
                 if first == 0:
                     carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
@@ -750,9 +846,9 @@ def _linear(
             a, stride = base, inner * 4 + LINE
         if w_scale != 0:
             quantized = base + rows * (inner * 4 + LINE)
-            scales = quantized + rows * (inner + LINE)
-            _quantize_rows(a, stride, inner, quantized, inner + LINE, scales, begin, end)
-            a, stride = quantized, inner + LINE
+            scales = quantized + rows * (inner * BYTE + LINE)
+            _quantize_rows(a, stride, inner, quantized, inner * BYTE + LINE, scales, begin, end)
+            a, stride = quantized, inner * BYTE + LINE
         if not few:
             turn = _wait(gate, turn, threads)
     _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
@@ -765,9 +861,10 @@ def linear(
 ):  # fmt: skip
     """x [rows, inner], normed first unless `norm` is 0, times packed w, to c [rows, outer]. For GATE a panel gives 16.
 
-    w: [panels, inner, 32] float32, bias [panels, 32]. Unless `w_scale` is 0, w is [panels, inner / 4, 32, 4] int8 and
-    w_scale [panels, 32] multiplies its columns; rows of x become bytes, each with its own scale. Behind w_scale lies
-    128 times the sum of every column, int32 [panels, 32], since bytes are 128 above the values they stand for.
+    w: [panels, inner, 32] float32, bias [panels, 32]. Unless `w_scale` is 0, w is [panels, inner / 4, 32, 4] int8, or
+    [panels, inner / 2, 32, 2] without VNNI, and w_scale [panels, 32] multiplies its columns; rows of x become whole
+    numbers, each with its own scale. Behind w_scale lies 128 times the sum of every column, int32 [panels, 32], since
+    those numbers are 128 above the values they stand for.
     """
     carray(_longs(space), (1,))[0] = 0
     for t in prange(threads):
@@ -856,14 +953,14 @@ def _score(query, keys, count, dims, element, scores):
     row, half = 0, element == 2
     while row < count:
         here, place = keys + row * dims * element, scores + row * 4
-        if count - row >= 16:
-            _half_score16(query, here, dims, place) if half else _score16(query, here, dims, place)
-            row += 16
-        elif count - row >= 4:
-            _half_score4(query, here, dims, place) if half else _score4(query, here, dims, place)
-            row += 4
+        if count - row >= SOME:
+            _half_score_some(query, here, dims, place) if half else _score_some(query, here, dims, place)
+            row += SOME
+        elif count - row >= FEW:
+            _half_score_few(query, here, dims, place) if half else _score_few(query, here, dims, place)
+            row += FEW
         else:
-            _half_score1(query, here, dims, place) if half else _score1(query, here, dims, place)
+            _half_score_one(query, here, dims, place) if half else _score_one(query, here, dims, place)
             row += 1
 
 
@@ -1204,12 +1301,10 @@ def _numbers(builder, element, address, count):
     mask = _below(builder, count)
     if element == 0:
         return _load_some(builder, address, mask)
-    short, name = ir.VectorType(ir.IntType(16), 16), "llvm.masked.load.v16i16.p0"
-    place, zeros = _at(builder, address, 0, short), ir.Constant(short, None)
-    halves = _call(builder, name, short, place, ir.IntType(32)(2), mask, zeros)
-    if element == 1:
-        return builder.bitcast(builder.shl(builder.zext(halves, WHOLE), _all16(16, WHOLE)), VECTOR)
-    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), 16)), VECTOR)
+    if element == 2:
+        return _load_halves(builder, address, mask)
+    bits = builder.zext(_load_shorts(builder, address, mask), WHOLE)
+    return builder.bitcast(builder.shl(bits, _all16(16, WHOLE)), VECTOR)
 
 
 def _rounded(builder, element, address, left, factor):
@@ -1232,7 +1327,8 @@ def _lines(builder, element, integer, sources, offset, count, factors, sums, tar
     """16 lines of half a panel: what is `offset` numbers behind 16 addresses becomes columns of target [16, 32].
 
     Lines are of numbers as float32; for `integer` of four numbers each, times their row's factor and rounded to int8,
-    which are added to the row's sum. Those from `count` on are 0.
+    which are added to the row's sum; without VNNI a line has two of each of the 32 rows and then the other two. Those
+    from `count` on are 0.
     """
 
     def build(kind, quantized):
@@ -1246,7 +1342,11 @@ def _lines(builder, element, integer, sources, offset, count, factors, sums, tar
         _exchange(builder, rows)
         total = _load(builder, sums, 0, WHOLE)
         for i, row in enumerate(rows):
-            _store(builder, row, target, 4 * COLUMNS * i)
+            if quantized and BYTE == 2:
+                for pair, bits in enumerate((row, builder.lshr(row, _all16(16, WHOLE)))):
+                    _store(builder, builder.trunc(bits, SHORTS), target, 4 * COLUMNS * i + 2 * COLUMNS * pair)
+            else:
+                _store(builder, row, target, 4 * COLUMNS * i)
             for left in (24, 16, 8, 0) if quantized else ():
                 one = builder.ashr(builder.shl(row, _all16(left, WHOLE)), _all16(24, WHOLE))
                 total = builder.add(total, one)
@@ -1322,7 +1422,7 @@ def _some_panels(begin, end, panels, rows, element, inner, integer, target, scal
             for half in (0, 64):
                 _lines(
                     element, integer, sources + 2 * half, line * each, (lines - line) * each, own + FACTORS + half,
-                    own + SUMS + half, made + half,
+                    own + SUMS + half, made + (half // 2 if integer and BYTE == 2 else half),
                 )  # fmt: skip
             if made != place:
                 _put(made, place, count * COLUMNS * 4, differs)
@@ -1338,8 +1438,8 @@ def _some_panels(begin, end, panels, rows, element, inner, integer, target, scal
 def pack(panels, rows, element, inner, integer, target, scales, differs, threads):
     """Rows of `inner` numbers at the addresses `rows` [panels, 32] to [panels, inner, 32] at `target`.
 
-    `element` is one of ELEMENTS. For `integer` to [panels, inner / 4, 32, 4] of int8, each row by its own scale, and at
-    `scales` [2, panels, 32] the scales and 128 times the sums of the rows. With `differs` nothing is written there:
+    `element` is one of ELEMENTS. For `integer` to panels of int8 as `linear` takes them, each row by its own scale, and
+    at `scales` [2, panels, 32] the scales and 128 times the sums of the rows. With `differs` nothing is written there:
     that is set to 1 where anything but this is there already.
     """
     for t in prange(threads):
@@ -1368,7 +1468,7 @@ def workspace(nbytes: int) -> int:
 
 def spaces(rows: int, widest: int, threads: int) -> tuple[int, int]:
     """Bytes of work space that `linear` needs in all, and of it each thread's own."""
-    row = 5 * widest + 2 * LINE + 4
+    row = (4 + BYTE) * widest + 2 * LINE + 4
     own = BLOCK * COLUMNS * 4 + -(-ALONE * row // LINE) * LINE
     return LINE + threads * own + min(rows, BLOCK) * row, own
 

@@ -1,7 +1,7 @@
 """Linear layers whose weights are packed once for products of few rows, with what comes before and after them.
 
 A plain product of 8 rows costs several times that of one, though both read the same weights (papers/sarathi.md). The
-packed copy replaces the plain one in memory. Kinds, best first: our own kernels where the processor has AVX-512
+packed copy replaces the plain one in memory. Kinds, best first: our own kernels where the processor has AVX-512 or AVX2
 (`kernels.py`); torch's oneDNN and MKL operators, which take weights in a blocked layout; the plain product on a GPU.
 Which of torch's two is better depends on the processor. Measured with torch 2.13 on two cores of an AMD EPYC (Zen 4),
 weight [16384, 2048], ms: 8 rows plain 37.6, MKL 30.1, oneDNN 8.0; 512 rows 209, 203, 161. On an Intel machine with half
@@ -143,13 +143,15 @@ def in_one(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Weights:
-    """Panels of [in, 32] float32, or of [in / 4, 32, 4] int8 with a scale [2, panels * 32] each, of rows in a file.
+    """Panels of [in, 32] float32, or of [in / n, 32, n] int8 with a scale [2, panels * 32] each, of rows in a file; n
+    is `kernels.TOGETHER`.
 
     Layers that would hold the same hold one, whichever models they are of; it goes with the last of them.
     """
 
     def __init__(self, panels: int, inner: int, integer: bool):
-        shape = (panels, inner // 4, kernels.COLUMNS, 4) if integer else (panels, inner, kernels.COLUMNS)
+        together = kernels.TOGETHER
+        shape = (panels, inner // together, kernels.COLUMNS, together) if integer else (panels, inner, kernels.COLUMNS)
         self.packed = pages.zeros(shape, torch.int8 if integer else torch.float32)
         self.scale = torch.empty(2, panels * kernels.COLUMNS) if integer else None
         self.inner, self.integer = inner, integer
@@ -239,7 +241,7 @@ class TiledLinear:
 
 
 class TiledInt8Linear(TiledLinear):
-    """`Int8Linear` by our own kernel (VNNI): [panels, in / 4, 32, 4]. The same integers, so the same sums."""
+    """`Int8Linear` by our own kernel. The same integers, so the same sums."""
 
     kind, integer = "tiled_int8", True
 
@@ -262,8 +264,8 @@ def best_kind(device: str, quantization: str = "none") -> str:
     if device != "cpu":
         return "plain"
     if quantization == "int8":
-        return "tiled_int8" if kernels is not None and kernels.HAS_VNNI else "int8"
-    if kernels is not None and kernels.HAS_AVX512:
+        return "tiled_int8" if kernels is not None and kernels.HAS_BYTE_TILES else "int8"
+    if kernels is not None and kernels.HAS_TILES:
         return "tiled"
     order = ("mkl", "onednn") if "GenuineIntel" in _processor() else ("onednn", "mkl")
     available = {"mkl": torch.backends.mkl.is_available(), "onednn": torch.backends.mkldnn.is_available()}

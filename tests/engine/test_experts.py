@@ -27,7 +27,7 @@ from paceline.engine.weights import Checkpoint
 from paceline.runtime.offline import Offline
 from tests.engine import checkpoints
 from tests.engine.schedules import Schedule, forced
-from tests.engine.test_linear import AVX512, FLOAT, INT8, random
+from tests.engine.test_linear import FLOAT, INT8, TILES, random
 from tests.engine.test_model import load, prompt
 
 HIDDEN, INNER, COUNT = 64, 40, 5
@@ -278,7 +278,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path, checkpoints.save(request.param, path)
 
 
-@pytest.mark.skipif(not AVX512, reason="other kernels round rows of a batch otherwise")
+@pytest.mark.skipif(not TILES, reason="other kernels round rows of a batch otherwise")
 @pytest.mark.parametrize("quantization", ["none", pytest.param("int8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafter", ["ngram", "early_exit"])
 def test_tokens_do_not_depend_on_the_schedule(family: tuple, quantization: str, drafter: str) -> None:

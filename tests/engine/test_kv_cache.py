@@ -89,7 +89,7 @@ def test_attention_of_a_mixed_step(
     if way == "gathered":
         monkeypatch.setattr(attention, "kernels", None)
     elif way == "rows-in-place" and attention.kernels:  # as on a processor without AVX-512
-        monkeypatch.setattr(attention.kernels, "HAS_AVX512", False)
+        monkeypatch.setattr(attention.kernels, "HAS_TILES", False)
     parts = [(0, 20), (13, 30), (40, 1), (0, 1), (25, 6), (31, 1), (3, 9)]
     got, expected = mixed_step(config(window, *heads), parts, dtype)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
@@ -105,7 +105,7 @@ def test_attention_of_long_chunks(heads: tuple[int, int], dims: int, window: int
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.skipif(attention.kernels is None or not attention.kernels.HAS_AVX512, reason="torch's attention is used")
+@pytest.mark.skipif(attention.kernels is None or not attention.kernels.HAS_TILES, reason="torch's attention is used")
 def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks() -> None:
     model, generator = config(None, 6, 2, 64), torch.Generator().manual_seed(3)
     heads, blocks = torch.randn(300, 10 * 64, generator=generator), list(range(75))

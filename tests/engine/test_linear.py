@@ -8,10 +8,10 @@ from torch.nn import functional as F
 from paceline.engine import linear
 from paceline.engine.linear import KINDS, Norm, best_kind, kernels, make_linear, quantize
 
-AVX512 = kernels is not None and kernels.HAS_AVX512
-VNNI = kernels is not None and kernels.HAS_VNNI
-FLOAT = [kind for kind in KINDS if "int8" not in kind and (AVX512 or kind != "tiled")]
-INT8 = [kind for kind in KINDS if "int8" in kind and (VNNI or kind == "int8")]
+TILES = kernels is not None and kernels.HAS_TILES
+BYTE_TILES = kernels is not None and kernels.HAS_BYTE_TILES
+FLOAT = [kind for kind in KINDS if "int8" not in kind and (TILES or kind != "tiled")]
+INT8 = [kind for kind in KINDS if "int8" in kind and (BYTE_TILES or kind == "int8")]
 ROWS = (1, 2, 5, 7, 8, 9, 10, 11, 12, 13, 20, 23, 24, 25, 31, 32, 33, 100, 188, 300, 520)
 
 
@@ -92,7 +92,7 @@ def test_a_row_that_is_not_a_number_stays_its_own_fault(kind: str) -> None:
 
 def test_the_kind_follows_the_processor_and_the_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     assert best_kind("cuda") == "plain"
-    assert (best_kind("cpu") == "tiled") == AVX512 and (best_kind("cpu", "int8") == "tiled_int8") == VNNI
+    assert (best_kind("cpu") == "tiled") == TILES and (best_kind("cpu", "int8") == "tiled_int8") == BYTE_TILES
     monkeypatch.setattr(linear, "kernels", None)
     assert best_kind("cpu") in ("onednn", "mkl", "plain") and best_kind("cpu", "int8") == "int8"
 
@@ -117,8 +117,8 @@ def packed_by_torch(kind: str, weight: Tensor, gated: bool) -> list[Tensor]:
         return [panels.transpose(1, 2)]
     quantized, scale = quantize(panels.flatten(0, 1))
     excess = quantized.sum(dim=1, dtype=torch.int32) * 128
-    by_four = quantized.view(len(panels), 32, -1, 4).transpose(1, 2)
-    return [by_four, torch.stack([scale, excess.view(torch.float32)])]
+    together = quantized.view(len(panels), 32, -1, kernels.TOGETHER).transpose(1, 2)
+    return [together, torch.stack([scale, excess.view(torch.float32)])]
 
 
 def bits(tensor: Tensor) -> Tensor:
