@@ -13,6 +13,7 @@ from benchmarks import workload
 from benchmarks.checkpoints import checkpoint
 from benchmarks.machine import bandwidth, gemm_peak
 from paceline.core.work import NewSequence, SliceWork
+from paceline.engine import kernels
 from paceline.engine.runner import ModelRunner
 
 BATCHES, CONTEXT = (1, 2, 4, 5, 8, 16, 32), 64
@@ -112,7 +113,7 @@ def report(steps: Steps, read: float, peak: float, kind: str, decodes: dict, pro
     engine = steps.engine
     layers, head = operations(engine)
     each = engine.cache.token_bytes
-    compute = peak if kind == "fp32" else 4 * peak  # VNNI: four int8 products where one of float32 was
+    compute = peak if kind == "fp32" else 4 // kernels.BYTE * peak  # int8 products where one of float32 was
     out: dict = {"weight_bytes": engine.info.weight_bytes, "decode": {}, "prefill": {}}
     first = median(decodes[kind, 1])
     for batch in BATCHES:

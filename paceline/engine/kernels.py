@@ -24,6 +24,7 @@ import torch  # before Numba's threads start, so that both use torch's OpenMP li
 from llvmlite import binding, ir
 from numba import carray, njit, prange, types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from paceline.engine.addresses import floats as _floats
@@ -37,10 +38,12 @@ binding.initialize_native_asmparser()
 numba.config.THREADING_LAYER = "omp"
 numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
 
-FEATURES = binding.get_host_cpu_features()
-HAS_AVX512 = all(FEATURES.get(name, False) for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq"))
-HAS_AVX2 = all(FEATURES.get(name, False) for name in ("avx2", "fma", "f16c"))
-HAS_VNNI = HAS_AVX512 and FEATURES.get("avx512vnni", False)
+# what is compiled for: this processor, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise
+_, PROCESSOR, _features = cpu_target.target_context.codegen().magic_tuple()
+FEATURES = set(_features.split(","))
+HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
+HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
+HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
 HAS_TILES = HAS_AVX512 or HAS_AVX2  # for floats
 HAS_BYTE_TILES = HAS_VNNI if HAS_AVX512 else HAS_AVX2  # for int8
 
@@ -50,7 +53,7 @@ ALL_COLUMNS = 12 if HAS_AVX512 else 2  # rows up to which a tile has 32 columns;
 BYTE = 1 if HAS_VNNI else 2  # bytes of an activation in products of int8: VNNI takes bytes, AVX2 16 bits
 TOGETHER = 4 // BYTE  # int8 weights of a column that lie side by side
 # of one of several: Zen 5 makes 223 GFLOP/s of tiles of 8 to 11 rows and 207 of 12; on Intel's front ends 12 are best
-TALL = 11 if HAS_AVX512 and binding.get_host_cpu_name().startswith("znver") else ROWS
+TALL = 11 if HAS_AVX512 and PROCESSOR.startswith("znver") else ROWS
 REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"  # a tile's arguments
 SCRATCH = "%r12", "%r13", "%r14", "%r15"
 AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows
@@ -262,6 +265,8 @@ def _fetching(rows, w, nbytes, following):
 VECTOR, WHOLE, LONG = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16), ir.IntType(64)
 MASK, LANES = ir.VectorType(ir.IntType(1), 16), ir.Constant(WHOLE, list(range(16)))
 HALVES, SHORTS = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
+SUMS = VECTOR_BYTES // 4  # that a register holds
+FETCHED = 8 if HAS_AVX512 else 32  # lines at once: 64 of Zen 3's stop it as well
 
 
 def _at(builder, address, offset=0, kind=VECTOR):
@@ -284,7 +289,8 @@ def _call(builder, name, result, *operands):
 
 
 def _fma(builder, *operands):
-    return _call(builder, "llvm.fma.v16f32", VECTOR, *operands)
+    kind = operands[0].type
+    return _call(builder, f"llvm.fma.v{kind.count}f32", kind, *operands)
 
 
 def _all16(value, kind=VECTOR):
@@ -299,69 +305,53 @@ def _spread(builder, number):
 
 
 def _pick(builder, first, second, lanes):
-    """16 numbers of two vectors; those of the second one are numbers 16 to 31."""
-    return builder.shuffle_vector(first, second, ir.Constant(WHOLE, [int(lane) for lane in lanes]))
+    """Numbers of two vectors; those of the second one are numbered on."""
+    kind = ir.VectorType(ir.IntType(32), len(lanes))
+    return builder.shuffle_vector(first, second, ir.Constant(kind, [int(lane) for lane in lanes]))
 
 
-def _below(builder, count):
-    """A mask of the first `count` lanes, all where it is above 16."""
-    return builder.icmp_signed("<", LANES, _spread(builder, builder.trunc(count, ir.IntType(32))))
+def _mask(builder, left):
+    """A mask of the first `left` lanes, all where it is above 16; None of None."""
+    return left and builder.icmp_signed("<", LANES, _spread(builder, builder.trunc(left, ir.IntType(32))))
 
 
 def _load_some(builder, address, mask):
-    """16 numbers, 0 where `mask` is not set; those are not read."""
+    """16 numbers, 0 where `mask` is not set (None: it is, everywhere); those are not read."""
+    if mask is None:
+        return _load(builder, address)
     zeros = ir.Constant(VECTOR, None)
     name = "llvm.masked.load.v16f32.p0"
     return _call(builder, name, VECTOR, _at(builder, address), ir.IntType(32)(4), mask, zeros)
 
 
 def _store_some(builder, value, address, mask):
+    if mask is None:
+        _store(builder, value, address)
+        return
     none, name = ir.VoidType(), "llvm.masked.store.v16f32.p0"
     _call(builder, name, none, value, _at(builder, address), ir.IntType(32)(4), mask)
 
 
-def _all_or_some(builder, mask, every, some):
-    """What every() builds where the whole mask is set, else some(): AVX2 has no masks for numbers of 16 bits."""
-    if HAS_AVX512:
-        return some()
-    short = ir.IntType(16)
-    whole = builder.icmp_unsigned("==", builder.bitcast(mask, short), short(0xFFFF))
-    values = []
-    with builder.if_else(whole, likely=True) as branches:
-        for branch, build in zip(branches, (every, some), strict=True):
-            with branch:
-                values.append((build(), builder.block))
-    if values[0][0] is None:
-        return None
-    joined = builder.phi(values[0][0].type)
-    for value in values:
-        joined.add_incoming(*value)
-    return joined
-
-
 def _load_shorts(builder, address, mask):
     """As `_load_some`, of numbers of 16 bits."""
-    place = _at(builder, address, 0, SHORTS)
-    return _all_or_some(
-        builder, mask, lambda: builder.load(place, align=2), lambda: _masked_shorts(builder, place, mask)
-    )
+    place, whole, zeros = _at(builder, address, 0, SHORTS), ir.IntType(16), ir.Constant(SHORTS, None)
+    if mask is None:
+        return builder.load(place, align=2)
 
-
-def _masked_shorts(builder, place, mask):
     def load(builder, place, mask):
-        name, zeros = "llvm.masked.load.v16i16.p0", ir.Constant(SHORTS, None)
-        return _call(builder, name, SHORTS, place, ir.IntType(32)(2), mask, zeros)
+        return _call(builder, "llvm.masked.load.v16i16.p0", SHORTS, place, ir.IntType(32)(2), mask, zeros)
 
     if HAS_AVX512:
         return load(builder, place, mask)
-    name = "paceline.masked_shorts"  # a function, since AVX2 takes a branch for each
+    name = "paceline.load_shorts"  # a function, since without masks for such numbers there is a branch for each
     function = builder.module.globals.get(name)
     if function is None:
-        kind = ir.FunctionType(SHORTS, [place.type, mask.type])
-        function = ir.Function(builder.module, kind, name)
+        function = ir.Function(builder.module, ir.FunctionType(SHORTS, [place.type, mask.type]), name)
         function.linkage = "internal"
         function.attributes.add("noinline")
         inside = ir.IRBuilder(function.append_basic_block())
+        with inside.if_then(inside.icmp_unsigned("==", inside.bitcast(function.args[1], whole), whole(0xFFFF))):
+            inside.ret(inside.load(function.args[0], align=2))
         inside.ret(load(inside, *function.args))
     return builder.call(function, [place, mask])
 
@@ -374,15 +364,11 @@ def _load_halves(builder, address, mask):
 def _store_halves(builder, value, address, mask):
     """As `_store_some`, rounded to half precision."""
     bits = builder.bitcast(builder.fptrunc(value, HALVES), SHORTS)
-    place, name, align = _at(builder, address, 0, SHORTS), "llvm.masked.store.v16i16.p0", ir.IntType(32)(2)
-
-    def every():
+    place, name = _at(builder, address, 0, SHORTS), "llvm.masked.store.v16i16.p0"
+    if mask is None:
         builder.store(bits, place, align=2)
-
-    def some():
-        _call(builder, name, ir.VoidType(), bits, place, align, mask)
-
-    _all_or_some(builder, mask, every, some)
+    else:
+        _call(builder, name, ir.VoidType(), bits, place, ir.IntType(32)(2), mask)
 
 
 def _loop(builder, count, firsts, turn):
@@ -399,6 +385,33 @@ def _loop(builder, count, firsts, turn):
     builder.cbranch(builder.icmp_signed("<", more, count), loop, end)
     builder.position_at_end(end)
     return afters
+
+
+def _over(builder, count, each, firsts, turn):
+    """values = turn(i, left, values) for every `each`, a power of 2, of `count` numbers; returns the last ones.
+
+    `left` is how many there are from these on, or None where all are there: masks cost nothing with AVX-512 alone.
+    """
+    bits = LONG(each.bit_length() - 1)
+    if HAS_AVX512:
+        parts = builder.lshr(builder.add(count, LONG(each - 1)), bits)
+        return _loop(builder, parts, firsts, lambda i, now: turn(i, builder.sub(count, builder.shl(i, bits)), now))
+
+    def where(condition, values, build):
+        before = builder.block
+        with builder.if_then(condition):
+            afters, after = build(values), builder.block
+        joined = [builder.phi(value.type) for value in values]
+        for phi, old, new in zip(joined, values, afters, strict=True):
+            phi.add_incoming(old, before)
+            phi.add_incoming(new, after)
+        return joined
+
+    whole = builder.lshr(count, bits)
+    left = builder.sub(count, builder.shl(whole, bits))
+    some, more = (builder.icmp_signed(">", number, LONG(0)) for number in (whole, left))
+    values = where(some, firsts, lambda values: _loop(builder, whole, values, lambda i, now: turn(i, None, now)))
+    return where(more, values, lambda values: turn(whole, left, values))
 
 
 def _by_hand(*kinds):
@@ -429,14 +442,13 @@ def _converts(load, store, source_bytes, target_bytes):
 
     @_by_hand(I64, I64, I64)
     def convert(builder, target, source, count):
-        def some(i, nothing):
-            first = builder.shl(i, LONG(4))
-            mask = _below(builder, builder.sub(count, first))
+        def some(i, left, nothing):
+            first, mask = builder.shl(i, LONG(4)), _mask(builder, left)
             value = load(builder, builder.add(source, builder.mul(first, LONG(source_bytes))), mask)
             store(builder, value, builder.add(target, builder.mul(first, LONG(target_bytes))), mask)
             return []
 
-        _loop(builder, builder.lshr(builder.add(count, LONG(15)), LONG(4)), [], some)
+        _over(builder, count, 16, [], some)
 
     return convert
 
@@ -577,37 +589,46 @@ ELEMENTS_KEPT = (_load_some, 2), (_load_halves, 1)
 def _scores_of(rows: int, load, shift: int):
     """score(query, keys, dims, scores): products of query [dims] and keys [rows, dims] to scores[0:rows].
 
-    `rows` is a power of 2. Sums of a row run in the same order whatever it is: 16 lanes over dims, then over the lanes.
+    `rows` is a power of 2. Sums of a row run in the same order whatever it is: SUMS lanes over dims, then over the
+    lanes. With AVX2 8 numbers behind `scores` may be lost.
     """
 
     @_by_hand(*[I64] * 4)
     def score(builder, query, keys, dims, scores):
-        def add(i, sums):
-            mask = _below(builder, builder.sub(dims, builder.shl(i, LONG(4))))
+        def add(i, left, sums):
+            mask = _mask(builder, left)
             part, after = _load_some(builder, builder.add(query, builder.shl(i, LONG(6))), mask), []
             place = builder.add(keys, builder.shl(i, LONG(4 + shift)))
             for total in sums:
-                after.append(_fma(builder, part, load(builder, place, mask), total))
+                key = load(builder, place, mask)
+                for first in range(0, 16, SUMS):
+                    lanes = range(first, first + SUMS)
+                    total = _fma(builder, *(_pick(builder, one, one, lanes) for one in (part, key)), total)
+                after.append(total)
                 place = builder.add(place, builder.shl(dims, LONG(shift)))
             return after
 
-        parts = builder.lshr(builder.add(dims, LONG(15)), LONG(4))
-        sums, lanes = _loop(builder, parts, [_all16(0.0)] * rows, add), np.arange(16)
-        for bit in (8, 4, 2, 1):  # this bit of a lane says from which vector its sum is, while there are two
+        zeros, lanes = ir.Constant(ir.VectorType(ir.FloatType(), SUMS), None), np.arange(SUMS)
+        sums, bit = _over(builder, dims, 16, [zeros] * rows, add), SUMS // 2
+        while bit:  # this bit of a lane says from which vector its sum is, while there are two
             two = len(sums) > bit
             pairs = zip(sums[:bit], sums[bit:], strict=True) if two else [(total, total) for total in sums]
-            other = (lanes & bit > 0) * 16 if two else 0
+            other = (lanes & bit > 0) * SUMS if two else 0
             sums = [
                 builder.fadd(_pick(builder, *pair, lanes & ~bit | other), _pick(builder, *pair, lanes | bit | other))
                 for pair in pairs
             ]
-        _store_some(builder, sums[0], scores, ir.Constant(MASK, [int(lane < rows) for lane in lanes]))
+            bit //= 2
+        if HAS_AVX512:
+            _store_some(builder, sums[0], scores, ir.Constant(MASK, [int(lane < rows) for lane in lanes]))
+        else:
+            _store(builder, sums[0], scores)
 
     return score
 
 
 # keys that are scored together, so that so many sums are in registers
-SOME, FEW = (16, 4) if HAS_AVX512 else (4, 2)
+SOME, FEW = (16, 4) if HAS_AVX512 else (8, 2)
 (_score_some, _score_few, _score_one), (_half_score_some, _half_score_few, _half_score_one) = (
     [_scores_of(rows, *kept) for rows in (SOME, FEW, 1)] for kept in ELEMENTS_KEPT
 )
@@ -648,9 +669,9 @@ def _mixes_of(load, shift: int):
 
     @_by_hand(*[I64] * 5)
     def mix(builder, weights, values, count, dims, out):
-        def part(i, nothing):
+        def part(i, left, nothing):
             firsts = [builder.add(builder.shl(i, LONG(6)), LONG(16 * j)) for j in range(4)]
-            masks = [_below(builder, builder.sub(dims, first)) for first in firsts]
+            masks = [_mask(builder, left and builder.sub(dims, first)) for first in firsts]
 
             def add(t, sums):
                 row = builder.add(values, builder.shl(builder.mul(t, dims), LONG(shift)))
@@ -667,7 +688,7 @@ def _mixes_of(load, shift: int):
                 _store_some(builder, value, place, mask)
             return []
 
-        _loop(builder, builder.lshr(builder.add(dims, LONG(63)), LONG(6)), [], part)
+        _over(builder, dims, 64, [], part)
 
     return mix
 
@@ -973,7 +994,7 @@ def _one_head(query, keys, values, table, head, kv_heads, low, high, size, score
     """
     first, last, width = low // size, (high - 1) // size, scores_of(high - low)
     places, block = carray(_longs(table), (last + 1,)), size * dims * element
-    share = min(8, (block // LINE + group - 1) // group) * LINE
+    share = min(FETCHED, (block // LINE + group - 1) // group) * LINE
     for part in (keys, values):
         for b in range(first, last + 1):
             begin, end, here = max(b * size, low), min((b + 1) * size, high), (places[b] * kv_heads + head) * block
@@ -1297,8 +1318,8 @@ def _each_of(builder, choice, cases):
 
 
 def _numbers(builder, element, address, count):
-    """16 numbers of a row as float32, exactly; those from `count` on are 0 and not read."""
-    mask = _below(builder, count)
+    """16 numbers of a row as float32, exactly; those from `count` (None: 16) on are 0 and not read."""
+    mask = _mask(builder, count)
     if element == 0:
         return _load_some(builder, address, mask)
     if element == 2:
@@ -1362,15 +1383,13 @@ def _peak(builder, element, source, count, target):
     """The largest magnitude of a row, NaN if there is one: in the order of their bits, which is the same."""
 
     def build(kind):
-        def larger(i, values):
-            first = builder.shl(i, LONG(4))
-            place = builder.add(source, builder.mul(first, LONG(SIZES[kind])))
-            bits = builder.bitcast(_numbers(builder, kind, place, builder.sub(count, first)), WHOLE)
+        def larger(i, left, values):
+            place = builder.add(source, builder.mul(builder.shl(i, LONG(4)), LONG(SIZES[kind])))
+            bits = builder.bitcast(_numbers(builder, kind, place, left), WHOLE)
             bits = builder.and_(bits, _all16(0x7FFFFFFF, WHOLE))
             return [builder.select(builder.icmp_signed(">", bits, values[0]), bits, values[0])]
 
-        parts = builder.lshr(builder.add(count, LONG(15)), LONG(4))
-        (top,) = _loop(builder, parts, [_all16(0, WHOLE)], larger)
+        (top,) = _over(builder, count, 16, [_all16(0, WHOLE)], larger)
         _store(builder, _call(builder, "llvm.vector.reduce.umax.v16i32", ir.IntType(32), top), target)
 
     _each_of(builder, element, [functools.partial(build, kind) for kind in ELEMENTS.values()])

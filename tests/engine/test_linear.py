@@ -1,5 +1,10 @@
 """Linear layers of every kind against the plain product, at any number of rows."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -170,3 +175,12 @@ def test_scales_of_rows_that_are_not_numbers_or_hardly(kind: str) -> None:
 def test_parts_make_the_same_layer_as_one_tensor(kind: str) -> None:
     weight, x = random(48, 24), random(5, 24, seed=1)
     assert torch.equal(make_linear(kind, [weight[:30], weight[30:]])(x), make_linear(kind, weight)(x))
+
+
+@pytest.mark.skipif(kernels is None or not kernels.HAS_AVX512, reason="what is left has been tested already")
+def test_kernels_for_processors_without_avx512() -> None:
+    """They are compiled here for another one, and tested as the others are."""
+    features = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3"
+    older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
+    tests = [__file__, str(Path(__file__).with_name("test_kv_cache.py"))]
+    subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], env=os.environ | older, check=True)
