@@ -1,8 +1,9 @@
 """Is the choice of drafts still right where steps are noisy and differ from their profiles, and drafts catch up?
 
 Steps of a few sequences that decode all the time, in virtual time. With drafts the target takes `verifying` times its
-profile, drafting `drafting` times. What is observed is that times noise: a machine whose pace drifts, steps that
-scatter, and now and then one that takes several times as long. What is counted is without the noise.
+profile, drafting `drafting` times, its first pass `first` times that. What is observed is that times noise: a machine
+whose pace drifts, steps that scatter, and now and then one that takes several times as long. What is counted is without
+the noise.
 """
 
 import math
@@ -17,10 +18,10 @@ from paceline.speculation.lookahead import Costs, Lookahead, expected
 PROMPT_TOKENS, OUTPUT, BUDGET, MOST = 64, 96, 512, 8
 FIXED = (0, 1, 2, 3, 4, 6, 8)
 COSTS, AT_A_TIME, ACCEPTANCES = (0.1, 0.33), (1, 4, 8, 16), (0.3, 0.6, 0.8, 0.95)
-# verifying up to twice as many tokens as sequences, verifying more, drafting
+# verifying up to twice as many tokens as sequences, verifying more, drafting, its first pass
 OFF = (
-    (1.0, 1.0, 1.0), (0.8, 0.8, 1.0), (1.25, 1.25, 1.0), (1.0, 1.0, 0.7), (1.0, 1.0, 1.5), (1.2, 1.2, 1.3),
-    (1.25, 1.0, 1.0), (1.0, 1.25, 1.0),
+    (1.0, 1.0, 1.0, 1.0), (0.8, 0.8, 1.0, 1.0), (1.25, 1.25, 1.0, 1.0), (1.0, 1.0, 0.7, 1.0), (1.0, 1.0, 1.5, 1.0),
+    (1.2, 1.2, 1.3, 1.0), (1.25, 1.0, 1.0, 1.0), (1.0, 1.25, 1.0, 1.0), (1.0, 1.0, 1.0, 1.6), (1.2, 1.2, 0.9, 2.0),
 )  # fmt: skip
 SCATTER, DRIFT, LASTS, LATE, UP_TO = 0.15, 0.2, 100, 0.02, 4.0  # logarithms; steps; share and factor of outliers
 STEPS, WARM, FIXED_STEPS = 2500, 500, 600
@@ -34,7 +35,8 @@ def run(time: StepTime) -> dict:
         chosen, best = tokens_per_s(*world, None, STEPS), max(fixed, key=lambda k: fixed[k])
         rows.append({
             "draft_cost": cost, "at_a_time": at_a_time, "acceptance": acceptance,
-            "verifying": off[:2], "drafting": off[2], "best": best, "best_over_none": round(fixed[best] / fixed[0], 3),
+            "verifying": off[:2], "drafting": off[2], "first": off[3],
+            "best": best, "best_over_none": round(fixed[best] / fixed[0], 3),
             "chosen_over_none": round(chosen / fixed[0], 3), "chosen_over_best": round(chosen / fixed[best], 3),
         })  # fmt: skip
     over_none, over_best = ([row[key] for row in rows] for key in ("chosen_over_none", "chosen_over_best"))
@@ -46,7 +48,7 @@ def run(time: StepTime) -> dict:
 
 
 def tokens_per_s(
-    target: Costs, draft: Costs, at_a_time: int, acceptance: float, off: tuple[float, float, float],
+    target: Costs, draft: Costs, at_a_time: int, acceptance: float, off: tuple[float, float, float, float],
     most: int | None, steps: int,
 ) -> float:  # fmt: skip
     """With so many drafted tokens a step, None: as many as are chosen."""
@@ -67,9 +69,9 @@ def tokens_per_s(
         emitted = 1 + np.minimum(lengths, stay).astype(np.uint8)
         read, behind = int(numbers[:, COMPUTED].sum()), lookahead.behind
         late = int(behind[slots[lengths > 0]].sum()) if len(behind) else 0
-        drafting, whole = expected(lengths, late, read, *costs[0], *costs[1])
+        first, further, whole = expected(lengths, late, read, *costs[0], *costs[1])
         verifying = off[int(lengths.sum() > at_a_time)] if lengths.any() else 1.0
-        drafting, whole = drafting * off[2], whole * verifying
+        drafting, whole = (first * off[3] + further) * off[2], whole * verifying
         if step >= (WARM if most is None else 0):
             tokens, seconds = tokens + int(emitted.sum()), seconds + drafting + whole
         pace += -pace / LASTS + DRIFT * math.sqrt(2 / LASTS) * rng.normal()

@@ -60,6 +60,7 @@ class Drafts(NamedTuple):
     behind: Ints  # [groups, slots] tokens that the draft model has to catch up with
     thresholds: Floats
     verifying: Floats  # 1 for each width: as profiles say
+    drafting: Floats  # likewise, of the first pass and others
 
 
 def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTime], slots: int) -> Drafts:
@@ -80,6 +81,7 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.zeros((len(drafts), slots * any(some)), np.int64),
         THRESHOLDS,
         np.ones(WIDTHS),
+        np.ones(2),
     )
 
 
@@ -111,7 +113,8 @@ def draft(d: Drafts, g: int, s: State) -> None:
         s.factors[SPENT], _ = choose(
             s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.behind[g],
             pending(s, budget), budget, goal_of_step(s), 0.0, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
-            d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying, 1.0, d.thresholds, s.chosen,
+            d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying, d.drafting, d.thresholds,
+            s.chosen,
         )  # fmt: skip
 
 
@@ -129,11 +132,11 @@ def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float
     if drafts == 0:
         return 0.0
     own, middle, end = d.ends[2 * g], d.ends[2 * g + 1], d.ends[2 * g + 2]
-    drafting, _ = expected(
+    first, further, _ = expected(
         drafted[:drafts], late, read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
         d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1],
     )  # fmt: skip
-    return drafting
+    return first + further
 
 
 @making

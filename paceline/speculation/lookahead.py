@@ -123,9 +123,9 @@ class Lookahead:
         """
         self._grow(1 + int(slots.max(initial=-1)))
         late = int(self.behind[slots[drafted > 0]].sum())
-        draft, target = expected(drafted, late, read, *self._target, *self._draft)
+        first, further, target = expected(drafted, late, read, *self._target, *self._draft)
         width = len(drafted) + int(drafted.sum()) if drafted.any() else 0
-        self.times.observe((seconds - draft_seconds) / target, width, draft and draft_seconds / draft)
+        self.times.observe((seconds - draft_seconds) / target, width, draft_seconds, first, further)
         self.spare = min(self.spare + TRIES * seconds, SAVES * seconds) if self._begun else FIRST * seconds
         self._begun = True
 
@@ -167,7 +167,7 @@ def _survivals(numbers, drafts, running, counts, group):  # type: ignore[no-unty
 @njit(
     types.UniTuple(_F64, 2)(
         _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
-        _FLOATS, _F64, _F64, _FLOATS, _F64, _FLOATS, _INTS,
+        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _FLOATS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
@@ -183,7 +183,7 @@ def choose(  # type: ignore[no-untyped-def]
         chosen[slot] = 0
         if survival[i, 0] > 0 and behind[slot] > 0 and plain_s <= goal < np.inf:
             some = caught_up + behind[slot]
-            if plain_s + slower * _seconds(draft_linear, draft_token, 0.0, some + decodes, 0) > goal:
+            if plain_s + slower[0] * _seconds(draft_linear, draft_token, 0.0, some + decodes, 0) > goal:
                 survival[i] = 0.0
             else:
                 caught_up = some
@@ -206,13 +206,13 @@ def choose(  # type: ignore[no-untyped-def]
                     draft_read += numbers[running[i], COMPUTED]
                     late += behind[running[i]] if j == 0 else 0
                     width += 1
-            seconds = draft_context * draft_read
-            for some in passes[:deepest]:
+            once = _seconds(draft_linear, draft_token, 0.0, passes[0], 0) if passes[0] > 0 else 0.0
+            seconds = slower[0] * once + slower[1] * draft_context * draft_read
+            for some in passes[1:deepest]:
                 if some > 0:
-                    seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
-            seconds *= slower
-            once = _seconds(draft_linear, draft_token, 0.0, passes[0] + late, 0) if late > 0 else 0.0
-            once = slower * max(0.0, once - _seconds(draft_linear, draft_token, 0.0, passes[0], 0))
+                    seconds += slower[1] * _seconds(draft_linear, draft_token, 0.0, some, 0)
+            more = _seconds(draft_linear, draft_token, 0.0, passes[0] + late, 0) - once if late > 0 else 0.0
+            once = slower[0] * max(0.0, more)
             whole = _seconds(linear, token, context, width, read + draft_read * AGAIN / 100)
             slowed = verifying[width_of(width)] if width > decodes else 1.0
             took = seconds + once + whole * slowed
@@ -251,25 +251,25 @@ def choose(  # type: ignore[no-untyped-def]
     return drafting, cost if tries else 0.0
 
 
-@njit(types.UniTuple(_F64, 2)(_BYTES, _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)
+@njit(types.UniTuple(_F64, 3)(_BYTES, _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)
 def expected(  # type: ignore[no-untyped-def]
     drafted, late, read, linear, token, context, draft_linear, draft_token, draft_context
 ):
-    """Seconds of drafting, which first catches up with `late` tokens, and of the target, by the profiles."""
+    """Seconds of drafting, in its first pass, which catches up with `late` tokens, and in those after it, and of the
+    target, by the profiles."""
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     width = 0
     for length in drafted:
         width += 1 + length
         for j in range(min(length, MAX_DRAFT_TOKENS)):
             passes[j] += 1
-    passes[0] += late
-    seconds = 0.0
-    for some in passes:
-        if some > 0:
-            seconds += _seconds(draft_linear, draft_token, 0.0, some, 0)
     again = read * (width - drafted.shape[0]) / drafted.shape[0]
-    seconds += draft_context * again
-    return seconds, _seconds(linear, token, context, width, read + again * AGAIN / 100)
+    first, further = _seconds(draft_linear, draft_token, 0.0, passes[0] + late, 0) if passes[0] else 0.0, 0.0
+    for some in passes[1:]:
+        if some > 0:
+            further += _seconds(draft_linear, draft_token, 0.0, some, 0)
+    further += draft_context * again
+    return first, further, _seconds(linear, token, context, width, read + again * AGAIN / 100)
 
 
 @njit(types.void(types.Array(_I64, 1, "A"), _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1], _INTS), cache=True)

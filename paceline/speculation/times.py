@@ -1,11 +1,12 @@
 """By how much steps with and without drafts differ from their profiles.
 
 Some factors: what all steps take over their profiles, which changes often, as machines do; and relative to it what
-drafting takes, and what steps with drafts take in the target, in all and by their width, which hardly change. Where all
-steps have drafts, nobody can tell the first from the others. A Kalman filter (Kalman, 1960) over their logarithms keeps
-account of what is known: each wanders about 0, a step's is the sum of one to three of them, but for noise, which is
-learnt as well. Steps that take far longer than believed count as if they took somewhat longer: somebody else had the
-processor.
+drafting takes, what its first pass takes over the others (it pays for what is done once a step), and what steps with
+drafts take in the target, in all and by their width: these hardly change. Where all steps have drafts, nobody can tell
+the first from the others. A Kalman filter (Kalman, 1960) over their logarithms keeps account of what is known: each
+wanders about 0, a step's is the sum of one to three of them, but for noise, which is learnt as well. (Several passes
+are a sum of two products, which is taken for its tangent.) Steps that take far longer than believed count as if they
+took somewhat longer: somebody else had the processor.
 """
 
 import math
@@ -18,7 +19,8 @@ Floats = NDArray[np.float64]
 _F64, _FLOATS = types.float64, types.float64[::1]
 WIDTHS = 5  # of steps with drafts: up to 4 tokens, 8, 16, 32, and more
 # how far the logarithms wander, and the share of it that a step's wandering makes it forget
-FAR, FAST = np.array([0.5, 0.4, 0.15, *WIDTHS * [0.15]]), np.array([2e-3, 2e-4, 2e-4, *WIDTHS * [2e-4]])
+FAR = np.array([0.5, 0.4, 0.15, *WIDTHS * [0.15], 0.3])
+FAST = np.array([2e-3, *(len(FAR) - 1) * [2e-4]])
 ALL = len(FAR)
 NOISE, LEARNS = 0.1, 0.02  # of a step's logarithm, as is believed beforehand; share of the newest step in what is known
 OUTLIER = 2.0  # standard deviations
@@ -35,22 +37,33 @@ class Times:
         return math.exp(self.mean[0])
 
     @property
-    def drafting(self) -> float:
-        """Of drafting, relative to that."""
-        return math.exp(self.mean[1])
+    def drafting(self) -> Floats:
+        """Of drafting, relative to that: its first pass and the others."""
+        return np.exp(self.mean[1] + np.array([self.mean[-1], 0.0]))
 
     @property
     def verifying(self) -> Floats:
         """Likewise of the target in steps with drafts, by width (`width_of`)."""
         return np.exp(self.mean[2] + self.mean[3:])
 
-    def observe(self, target: float, width: int, drafting: float) -> None:
-        """What a step took over its profile: in the target, with drafts and so many tokens (0: without any), and
-        drafting (0: nobody knows)."""
-        parts = (2, 3 + width_of(width)) if width else (0, 0)
-        learn(self.mean, self.covariance, self.noise, math.log(max(target, 1e-9)), *parts, 0)
-        if drafting > 0:
-            learn(self.mean, self.covariance, self.noise, math.log(drafting), 1, 0, 1)
+    def observe(self, target: float, width: int, drafting: float, first: float, further: float) -> None:
+        """What a step took over its profile in the target, with drafts and so many tokens (0: without any).
+
+        `drafting`: its seconds (0: nobody knows), where profiles say `first` in the first pass and `further` after it.
+        """
+        weights = np.zeros(ALL)
+        weights[0] = 1.0
+        if width:
+            weights[2] = weights[3 + width_of(width)] = 1.0
+        learn(self.mean, self.covariance, self.noise, math.log(max(target, 1e-9)), weights, 0)
+        if drafting > 0 and first > 0:
+            own = first * math.exp(self.mean[-1])
+            share, believed = own / (own + further), math.log(own + further)
+            weights[:] = 0.0
+            weights[0] = weights[1] = 1.0
+            weights[-1] = share
+            seen = math.log(drafting) - believed + share * self.mean[-1]
+            learn(self.mean, self.covariance, self.noise, seen, weights, 1)
 
 
 @njit(types.int64(types.int64), cache=True)
@@ -61,17 +74,15 @@ def width_of(tokens):  # type: ignore[no-untyped-def]
     return width
 
 
-@njit(types.void(_FLOATS, _F64[:, ::1], _FLOATS, _F64, types.int64, types.int64, types.int64), cache=True)
-def learn(mean, covariance, noise, seen, part, more, of):  # type: ignore[no-untyped-def]
-    """A step took e^`seen` times its profile: the factor of all steps and of these parts (0: none), and this noise."""
+@njit(types.void(_FLOATS, _F64[:, ::1], _FLOATS, _F64, _FLOATS, types.int64), cache=True)
+def learn(mean, covariance, noise, seen, weights, of):  # type: ignore[no-untyped-def]
+    """A step took e^`seen` times its profile: so much of the logarithm of each factor, and this noise."""
     if of == 0:  # a step has passed
         for i in range(ALL):
             mean[i] *= 1 - FAST[i]
             for j in range(ALL):
                 covariance[i, j] *= (1 - FAST[i]) * (1 - FAST[j])
             covariance[i, i] += (2 - FAST[i]) * FAST[i] * FAR[i] ** 2
-    weights = np.zeros(ALL)
-    weights[part] = weights[more] = weights[0] = 1.0
     shared, variance, surprise = np.zeros(ALL), noise[of], seen
     for i in range(ALL):
         for j in range(ALL):

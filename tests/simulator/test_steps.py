@@ -119,7 +119,7 @@ def drafting(group: SimulatedGroup, batch: Batch) -> float:
         for one in (Costs.of(group.step_time), own.costs or Costs([0.0]))
     )
     counts, read = np.array([k for _, k, _ in drafted], np.uint8), sum(start for start, *_ in drafted)
-    return expected(counts, int(late), read, *(value for one in arrays for value in one))[0]
+    return sum(expected(counts, int(late), read, *(value for one in arrays for value in one))[:2])
 
 
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:
