@@ -44,13 +44,12 @@ FEATURES = set(_features.split(","))
 HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
 HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
 HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
-HAS_TILES = HAS_AVX512 or HAS_AVX2  # for floats
-HAS_BYTE_TILES = HAS_VNNI if HAS_AVX512 else HAS_AVX2  # for int8
+HAS_TILES = HAS_AVX512 or HAS_AVX2
 
 VECTOR_BYTES, REGISTER, NUM_REGISTERS = (64, "zmm", 32) if HAS_AVX512 else (32, "ymm", 16)
 ROWS, COLUMNS = 12 if HAS_AVX512 else 6, 32  # of a tile, at most
 ALL_COLUMNS = 12 if HAS_AVX512 else 2  # rows up to which a tile has 32 columns; else it is one of 16 and one more
-BYTE = 1 if HAS_VNNI else 2  # bytes of an activation in products of int8: VNNI takes bytes, AVX2 16 bits
+BYTE = 1 if HAS_VNNI else 2  # bytes of an activation in products of int8: VNNI takes bytes, else they have 16 bits
 TOGETHER = 4 // BYTE  # int8 weights of a column that lie side by side
 # of one of several: Zen 5 makes 223 GFLOP/s of tiles of 8 to 11 rows and 207 of 12; on Intel's front ends 12 are best
 TALL = 11 if HAS_AVX512 and PROCESSOR.startswith("znver") else ROWS
@@ -192,7 +191,7 @@ def _tile_of(integer: bool = False, across: bool = False):
 
 
 _float_tile, _across_tile = _tile_of(), _tile_of(across=True)
-_byte_tile = _tile_of(integer=HAS_BYTE_TILES)  # without them there are no int8 weights
+_byte_tile = _tile_of(integer=True)
 
 
 # Each compiled once: what they are used in would hold a copy.

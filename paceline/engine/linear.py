@@ -264,7 +264,7 @@ def best_kind(device: str, quantization: str = "none") -> str:
     if device != "cpu":
         return "plain"
     if quantization == "int8":
-        return "tiled_int8" if kernels is not None and kernels.HAS_BYTE_TILES else "int8"
+        return "tiled_int8" if kernels is not None and kernels.HAS_TILES else "int8"
     if kernels is not None and kernels.HAS_TILES:
         return "tiled"
     order = ("mkl", "onednn") if "GenuineIntel" in _processor() else ("onednn", "mkl")

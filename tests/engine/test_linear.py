@@ -14,9 +14,8 @@ from paceline.engine import linear
 from paceline.engine.linear import KINDS, Norm, best_kind, kernels, make_linear, quantize
 
 TILES = kernels is not None and kernels.HAS_TILES
-BYTE_TILES = kernels is not None and kernels.HAS_BYTE_TILES
 FLOAT = [kind for kind in KINDS if "int8" not in kind and (TILES or kind != "tiled")]
-INT8 = [kind for kind in KINDS if "int8" in kind and (BYTE_TILES or kind == "int8")]
+INT8 = [kind for kind in KINDS if "int8" in kind and (TILES or kind == "int8")]
 ROWS = (1, 2, 5, 7, 8, 9, 10, 11, 12, 13, 20, 23, 24, 25, 31, 32, 33, 100, 188, 300, 520)
 
 
@@ -97,7 +96,7 @@ def test_a_row_that_is_not_a_number_stays_its_own_fault(kind: str) -> None:
 
 def test_the_kind_follows_the_processor_and_the_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
     assert best_kind("cuda") == "plain"
-    assert (best_kind("cpu") == "tiled") == TILES and (best_kind("cpu", "int8") == "tiled_int8") == BYTE_TILES
+    assert (best_kind("cpu") == "tiled") == (best_kind("cpu", "int8") == "tiled_int8") == TILES
     monkeypatch.setattr(linear, "kernels", None)
     assert best_kind("cpu") in ("onednn", "mkl", "plain") and best_kind("cpu", "int8") == "int8"
 
@@ -177,10 +176,19 @@ def test_parts_make_the_same_layer_as_one_tensor(kind: str) -> None:
     assert torch.equal(make_linear(kind, [weight[:30], weight[30:]])(x), make_linear(kind, weight)(x))
 
 
-@pytest.mark.skipif(kernels is None or not kernels.HAS_AVX512, reason="what is left has been tested already")
-def test_kernels_for_processors_without_avx512() -> None:
-    """They are compiled here for another one, and tested as the others are."""
-    features = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3"
-    older = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": features}
-    tests = [__file__, str(Path(__file__).with_name("test_kv_cache.py"))]
-    subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], env=os.environ | older, check=True)
+AVX2 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3"
+
+
+@pytest.mark.skipif(kernels is None or not kernels.HAS_VNNI, reason="what is left has been tested already")
+@pytest.mark.parametrize(
+    ("name", "features", "files"),
+    [
+        ("haswell", AVX2, ["test_linear", "test_kv_cache"]),
+        ("skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl", ["test_linear"]),
+    ],
+)
+def test_kernels_for_other_processors(name: str, features: str, files: list[str]) -> None:
+    """They are compiled here for such a one, and tested as the others are."""
+    other = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
+    tests = [str(Path(__file__).with_name(f"{file}.py")) for file in files]
+    subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], env=os.environ | other, check=True)
