@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 NAMES = [
     "offline_mixed", "http_streams", "memory", "floor", "quantization", "prediction", "scheduler", "sarathi_tables",
     "tails", "speculation", "drafts", "placement", "alpaserve", "parallel", "dispatch", "loading", "simulation",
-    "bubbles", "lookahead",
+    "bubbles", "lookahead", "faults",
 ]  # fmt: skip
 HOURS = ["exactness"]  # only by name
 SHAPES = ["qwen2.5-0.5b", "llama-3.2-1b"]

@@ -35,7 +35,7 @@ from paceline.runtime.process import Local
 from paceline.runtime.sequence import BlockHasher, RunningSequence
 from paceline.runtime.workers import Command, Workers
 
-WATCH_S = 0.25
+WATCH_S = 0.1
 PACE_S = 60.0  # completions older than this say nothing about now
 
 

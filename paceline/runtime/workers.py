@@ -12,7 +12,7 @@ from paceline.runtime import messages
 from paceline.runtime.launch import Launcher, Process
 from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, StepDone, ToWorker
 
-HANG_S = 2.0  # workers of which one has not moved for so long are killed and started again
+HANG_S = 1.7  # workers of which one has not moved for so long are killed and started again: seen within 2 s
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
 MAX_RESTARTS = 5  # in a row, without a step in between
 NO_ROOM_S = 30.0  # without room for so long: a cluster's other nodes have some in seconds, a new one comes in minutes
