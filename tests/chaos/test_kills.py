@@ -67,8 +67,10 @@ async def hurt(fleet: LocalFleet, rng: random.Random) -> None:
     victims = rng.sample(fleet.workers, rng.choice([1, 1, 2]))
     for workers in victims:
         number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+        losses = workers.losses
         os.kill(rng.choice(workers.pids), number)
-        await until(lambda workers=workers: workers.state == "restarting", 0.25 if number == signal.SIGKILL else 4)
+        seen = 0.25 if number == signal.SIGKILL else 4
+        await until(lambda workers=workers, losses=losses: workers.losses > losses, seen)
         await asyncio.sleep(rng.random() * 0.3)
     await until(lambda: all(workers.state == "ready" for workers in fleet.workers), 60)
 

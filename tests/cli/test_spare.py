@@ -111,7 +111,7 @@ async def placed(*options):
     one = Placed(*options)
     async with one.fleet:
         yield one
-    assert not children()
+    await until(lambda: not children())
 
 
 async def check(sinks: list[Collector], tokens: int) -> None:
