@@ -78,6 +78,7 @@ class Stream:
         return False
 
     def fail(self, reason: str) -> None:
+        print(f"  lost: {reason}", flush=True)
         self.failed = reason
         self.done.set()
 
@@ -104,14 +105,15 @@ class Faults:
         """`strike` at the group of this number; `back` says whether the fleet is well again."""
         await until(lambda: any(stream.is_at(number) for stream in streams))
         counts = [len(stream.times) for stream in streams]  # workers that end before any step are given up
-        await until(lambda: all(len(s.times) > n for s, n in zip(streams, counts, strict=True)))
+        await until(lambda: all(len(s.times) > n or s.failed for s, n in zip(streams, counts, strict=True)))
         losses = fleet.workers[number].losses
         there, workers = [stream for stream in streams if stream.is_at(number)], fleet.workers[number]
         begin = time.monotonic()
         strike()
         self.seconds["noticed"].append(await until(lambda: workers.losses > losses) - begin)
         tokens = [len(stream.times) for stream in there]
-        await until(lambda: all(len(s.times) > n for s, n in zip(there, tokens, strict=True)))
+        await until(lambda: all(len(s.times) > n or s.failed for s, n in zip(there, tokens, strict=True)))
+        there, tokens = zip(*((s, n) for s, n in zip(there, tokens, strict=True) if not s.failed), strict=True)
         self.seconds["stood_still"] += [
             stream.times[n] - max(begin, stream.times[n - 1]) for stream, n in zip(there, tokens, strict=True)
         ]

@@ -90,6 +90,7 @@ async def test_kills_at_random_moments_lose_nothing_and_change_nothing():
         ]
         for fault in range(FAULTS):
             await asyncio.sleep(0.3 + rng.random())
+            await until(lambda enough=30 * (fault + 1): ends.total() > enough, 60)
             before = ends.total()
             await hurt(fleet, rng)
             assert ends.total() > before, f"fault {fault}: everything waits, though one group is always up"
