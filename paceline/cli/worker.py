@@ -16,8 +16,6 @@ from paceline.core.work import Engine, EngineInfo
 from paceline.runtime.worker import Load, serve
 from paceline.runtime.workers import Seat
 
-PRELOAD = ("paceline.engine.load", "paceline.engine.runner", "paceline.engine.encoder", "paceline.engine.parallel")
-
 
 class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model that a worker loads, and the limits it plans its memory for. Bytes and tokens."""
@@ -64,8 +62,6 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def main(arguments: list[str]) -> int:
     group = msgspec.json.decode(arguments[0], type=GroupOptions)
-    names = ",".join(Path(options.path).name for options in group.models)
-    Path("/proc/self/comm").write_text(f"{group.number} {names}")  # what `ps` and `top` show, as far as there is room
     return serve(int(arguments[1]), loads(group), group.resident, group.check)
 
 

@@ -98,7 +98,6 @@ class GroupLoad:
     blocks_used: int
     blocks_total: int
     model: str = ""
-    losses: int = 0  # of its workers, since the start
 
 
 @dataclass(frozen=True, slots=True)

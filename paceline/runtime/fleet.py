@@ -340,9 +340,8 @@ class LocalFleet:
                 g.scheduler.num_blocks - g.scheduler.num_free_blocks,
                 g.scheduler.num_blocks,
                 g.config.models[0],
-                group.workers.losses,
             )
-            for group, g in zip(self.groups, groups, strict=False)  # of new ones it may not know yet
+            for g in groups
         ]
 
     @property

@@ -62,7 +62,6 @@ class Workers:
         self._awaited: set[int] = set()  # models that have to be loaded before any step
         self._present: set[int] = set()  # models that were, since the start
         self._restarts = 0
-        self.losses = 0  # times that they were lost, since the start
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -161,7 +160,10 @@ class Workers:
         if not loaded or self._restarts > MAX_RESTARTS:
             self._fail(f"the worker ended with code {code} {self._restarts} times in a row", gone)
             return
-        self._are_lost()
+        self.state = "restarting"
+        for model, guest in enumerate(self.guests):
+            if model not in self._failed:
+                guest.lost()
         self._task(self._start_again(gone))
 
     async def _start_again(self, gone: Sequence[Process]) -> None:
@@ -183,16 +185,11 @@ class Workers:
         return True
 
     def _lose(self, reason: str) -> None:
-        self.gone = reason
-        self._are_lost()
-        self.launcher.close()
-
-    def _are_lost(self) -> None:
-        self.state = "restarting"
-        self.losses += 1
+        self.state, self.gone = "restarting", reason
         for model, guest in enumerate(self.guests):
             if model not in self._failed:
                 guest.lost()
+        self.launcher.close()
 
     def give_up(self, reason: str) -> None:
         """They are gone for good, and nobody takes over."""

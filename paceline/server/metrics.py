@@ -238,8 +238,6 @@ class _Samples(Collector):
         ):
             values = {group: get(load) for group, load in enumerate(self._load)}
             yield _family(GaugeMetricFamily, name, text, names, values)
-        losses = {group: load.losses for group, load in enumerate(self._load)}
-        yield _family(CounterMetricFamily, "paceline_worker_losses", "Times that workers were lost.", names, losses)
         seconds = CounterMetricFamily("paceline_step_seconds", "Seconds of steps by part.", labels=["group", "part"])
         for group, parts in m.parts.items():
             for part, value in zip(PARTS, parts, strict=True):

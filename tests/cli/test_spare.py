@@ -111,7 +111,7 @@ async def placed(*options):
     one = Placed(*options)
     async with one.fleet:
         yield one
-    await until(lambda: not children())
+    assert not children()
 
 
 async def check(sinks: list[Collector], tokens: int) -> None:

@@ -94,7 +94,7 @@ async def test_a_worker_killed_while_it_loads_has_the_same_models_again():
         fleet.submit("b", [3], SamplingParams(max_tokens=4), sinks[0])
         await until(lambda: fleet.groups[1].resident)
         os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
-        await until(lambda: fleet.workers[0].losses)
+        await until(lambda: fleet.workers[0].state == "restarting")
         fleet.submit("a", [4], SamplingParams(max_tokens=4), sinks[1])
         async with asyncio.timeout(30):
             await asyncio.gather(*(sink.done.wait() for sink in sinks))

@@ -14,7 +14,6 @@ from dataclasses import replace
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.worker import serve
 
-PRELOAD = ()
 CRASH, POISON, HANG, CRASH_ONCE, RAISE = range(901, 906)
 VOCAB = 900
 
@@ -96,10 +95,6 @@ def loads(models: int = 1, load_s: float = 0.0, refuse: str = "", **options) -> 
     return [load] * models
 
 
-def main(arguments: list[str]) -> int:
-    seat = json.loads(arguments[1])
-    return serve(int(arguments[2]), loads(**json.loads(arguments[0])), seat["resident"], seat["check"])
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    seat = json.loads(sys.argv[2])
+    sys.exit(serve(int(sys.argv[3]), loads(**json.loads(sys.argv[1])), seat["resident"], seat["check"]))

@@ -67,14 +67,10 @@ class Server:
         return sum(map(float, found))
 
     def workers(self) -> list[int]:
-        """Process ids of the workers, each below a process that waits for it, below the server that forks them."""
-        below = [(pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in children(self.process.pid)]
-        waiting = [pid for server, line in below if b"fork_server" in line for pid in children(server)]
-        return [worker for pid in waiting for worker in children(pid)]
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        """Process ids of the workers."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        return [pid for pid, line in lines.items() if b"paceline.cli.worker" in line]
 
 
 def until(condition, seconds: float = 20.0) -> None:
