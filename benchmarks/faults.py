@@ -78,8 +78,13 @@ class Stream:
         return False
 
     def fail(self, reason: str) -> None:
+        print(f"  lost: {reason}", flush=True)
         self.failed = reason
         self.done.set()
+
+    def is_past(self, count: int) -> bool:
+        """It has more tokens than that, or will never have."""
+        return len(self.times) > count or bool(self.failed)
 
     def is_at(self, group: int) -> bool:
         at = self.fleet.driver.controller.sequences.get(self.id)
@@ -104,15 +109,17 @@ class Faults:
         """`strike` at the group of this number; `back` says whether the fleet is well again."""
         await until(lambda: any(stream.is_at(number) for stream in streams))
         counts = [len(stream.times) for stream in streams]  # workers that end before any step are given up
-        await until(lambda: all(len(s.times) > n for s, n in zip(streams, counts, strict=True)))
+        await until(lambda: all(map(Stream.is_past, streams, counts)))
         there, workers = [stream for stream in streams if stream.is_at(number)], fleet.workers[number]
         begin = time.monotonic()
         strike()
         self.seconds["noticed"].append(await until(lambda: workers.state == "restarting") - begin)
         tokens = [len(stream.times) for stream in there]
-        await until(lambda: all(len(s.times) > n for s, n in zip(there, tokens, strict=True)))
+        await until(lambda: all(map(Stream.is_past, there, tokens)))
         self.seconds["stood_still"] += [
-            stream.times[n] - max(begin, stream.times[n - 1]) for stream, n in zip(there, tokens, strict=True)
+            stream.times[n] - max(begin, stream.times[n - 1])
+            for stream, n in zip(there, tokens, strict=True)
+            if not stream.failed
         ]
         self.seconds["back"].append(await until(back) - begin)
 
