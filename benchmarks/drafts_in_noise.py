@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-from paceline.core.request import COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
+from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
 from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import Costs, Lookahead, expected
 
@@ -55,7 +55,7 @@ def tokens_per_s(
     rng, lookahead = np.random.default_rng(at_a_time), Lookahead(target, draft)
     costs = [(np.array(one.linear), one.token, one.context) for one in (target, draft)]
     slots, numbers = np.arange(at_a_time), np.zeros((at_a_time, NUM_COLUMNS), np.int64)
-    numbers[:, PROMPT], numbers[:, LIMIT] = PROMPT_TOKENS, PROMPT_TOKENS + OUTPUT
+    numbers[:, PROMPT], numbers[:, ASKED], numbers[:, LIMIT] = PROMPT_TOKENS, PROMPT_TOKENS, PROMPT_TOKENS + OUTPUT
     numbers[:, COMPUTED] = PROMPT_TOKENS + rng.integers(0, OUTPUT, at_a_time)
     numbers[:, KNOWN] = numbers[:, COMPUTED] + 1
     pace, tokens, seconds = 0.0, 0, 0.0
@@ -67,9 +67,9 @@ def tokens_per_s(
         refused = rng.random((at_a_time, MAX_DRAFT_TOKENS)) >= acceptance
         stay = np.where(refused.any(1), refused.argmax(1), MAX_DRAFT_TOKENS)
         emitted = 1 + np.minimum(lengths, stay).astype(np.uint8)
-        read, behind = int(numbers[:, COMPUTED].sum()), lookahead.behind
-        late = int(behind[slots[lengths > 0]].sum()) if len(behind) else 0
-        first, further, whole = expected(lengths, late, read, *costs[0], *costs[1])
+        read, unread = int(numbers[:, COMPUTED].sum()), lookahead.unread
+        unread = int(unread[slots[lengths > 0]].sum()) if len(unread) else 0
+        first, further, whole = expected(lengths, unread, read, *costs[0], *costs[1])
         verifying = off[int(lengths.sum() > at_a_time)] if lengths.any() else 1.0
         drafting, whole = (first * off[3] + further) * off[2], whole * verifying
         if step >= (WARM if most is None else 0):
@@ -84,4 +84,5 @@ def tokens_per_s(
         for slot in np.flatnonzero(numbers[:, KNOWN] >= numbers[:, LIMIT]):
             numbers[slot, KNOWN], numbers[slot, COMPUTED] = PROMPT_TOKENS + 1, PROMPT_TOKENS
             lookahead.forget(slot)
+            lookahead.unread[slot] = 1
     return tokens / seconds

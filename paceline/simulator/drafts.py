@@ -57,7 +57,7 @@ class Drafts(NamedTuple):
     more: Floats  # [2 groups, 2]: seconds for a token, and for a token that it reads
     counts: NDArray[np.float64]  # [groups, slots, 2, MAX_DRAFT_TOKENS]
     group: NDArray[np.float64]  # [groups, 2, MAX_DRAFT_TOKENS]
-    behind: Ints  # [groups, slots] tokens that the draft model has to catch up with
+    unread: Ints  # [groups, slots] tokens that the draft model has not read
     thresholds: Floats
     verifying: Floats  # 1 for each width: as profiles say
     drafting: Floats  # likewise, of the first pass and others
@@ -111,7 +111,7 @@ def draft(d: Drafts, g: int, s: State) -> None:
         own, budget = d.ends[2 * g], s.limits[TOKEN_BUDGET]
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
         s.factors[SPENT], _ = choose(
-            s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.behind[g],
+            s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.unread[g],
             pending(s, budget), budget, goal_of_step(s), 0.0, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
             d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying, d.drafting, d.thresholds,
             s.chosen,
@@ -121,19 +121,19 @@ def draft(d: Drafts, g: int, s: State) -> None:
 @making
 def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float:
     """What drafting takes in the step composed at this place of the ring, of so many slices."""
-    step, read, drafts, late = s.steps[at], 0, 0, 0
+    step, read, drafts, unread = s.steps[at], 0, 0, 0
     drafted = np.zeros(count, np.uint8)
     for i in range(count):
         if step[DRAFT, i] > 0:
             drafted[drafts] = step[DRAFT, i]
             read += step[START, i]
-            late += d.behind[g, step[SLOT, i]]
+            unread += d.unread[g, step[SLOT, i]]
             drafts += 1
     if drafts == 0:
         return 0.0
     own, middle, end = d.ends[2 * g], d.ends[2 * g + 1], d.ends[2 * g + 2]
     first, further, _ = expected(
-        drafted[:drafts], late, read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
+        drafted[:drafts], unread, read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
         d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1],
     )  # fmt: skip
     return first + further
@@ -150,6 +150,6 @@ def judge(d: Drafts, g: int, s: State, at: int) -> None:
         if drafted > 0:
             left = s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN]
             emits[i] = 1 + num_staying(s.numbers[slot, TAG], left, drafted, d.acceptance[g])
-    if some and s.limits[ADAPTIVE] > 0:
+    if some:
         observe(step[SLOT, :count], step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g], d.group[g],
-                d.behind[g])
+                d.unread[g])

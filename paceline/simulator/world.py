@@ -149,7 +149,7 @@ _KINDS = {
     "times": Pointer(Times, linear=FLOATS_2D, terms=FLOATS_2D, shares=FLOATS, overheads=FLOATS, spreads=FLOATS),
     "drafts": Pointer(
         Drafts, acceptance=FLOATS, linear=FLOATS, more=FLOATS_2D, counts=array_of(F64, 4), group=array_of(F64, 3),
-        behind=INTS_2D, thresholds=FLOATS, verifying=FLOATS, drafting=FLOATS,
+        unread=INTS_2D, thresholds=FLOATS, verifying=FLOATS, drafting=FLOATS,
     ),
     "lenders": Pointer(Lenders, sizes=INTS_2D),
     "there": Pointer(

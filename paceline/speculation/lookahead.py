@@ -13,8 +13,9 @@ then. Times come from profiles of both models, and by how much real steps differ
 drafting and verifying take more than two models alone (each finds the caches full of the other's weights, and there are
 verdicts to be made), and without that a draft that seems worth it makes things slower. It is learnt from steps with
 drafts next to steps without any. So what seems slower of both is tried, too, as often as a small share of the time
-pays for it: the closer they are the more often. A draft model that has not drafted has to catch up first, which is no
-reason not to begin, but part of what a try costs and of the seconds within a goal.
+pays for it: the closer they are the more often. A draft model that has not drafted has to catch up first. That is an
+investment: it counts by the share that this step's tokens have in those that are to come, in full in what a try costs
+and in the seconds within a goal. Drafts that are kept whole leave their last token to be read in the next step.
 """
 
 import math
@@ -26,7 +27,7 @@ from numba import njit, types
 from numpy.typing import NDArray
 
 from paceline.core.batch import AGAIN
-from paceline.core.request import COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
+from paceline.core.request import ASKED, COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
 from paceline.latency.step_time import StepTime
 from paceline.speculation.times import Times, width_of
 
@@ -35,7 +36,8 @@ _F64, _I64 = types.float64, types.int64
 _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
 GUESS = 0.9  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
 WEIGHT, GROUP_WEIGHT = 16.0, 8.0  # of what is believed of a sequence beforehand, and of the group, in tries
-TRIES, FIRST, SAVES = 0.003, 5.0, 10.0  # share of the time for tries; to begin with, and at most, in steps
+TRIES, FIRST, SAVES = 0.002, 5.0, 10.0  # share of the time for tries; to begin with, and at most, in steps
+ANSWER = 64  # tokens that a sequence is expected to yield in any case
 KEEPS, IDLE_KEEPS = 0.95, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.999  # of the group's, with every step
 # survivals from which on tokens are drafted, to choose from; the first is none at all
@@ -70,13 +72,13 @@ class Lookahead:
         self._begun = False
         self.group = np.zeros((2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
         self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
-        self.behind = np.zeros(0, np.int64)  # by slot: tokens that a draft model has to catch up with before it drafts
+        self.unread = np.zeros(0, np.int64)  # by slot: tokens, not of the prompt, that a draft model is to read
         self._chosen = np.zeros(0, np.int64)
 
     def forget(self, slot: int) -> None:
         """Another sequence has the slot now."""
         if slot < len(self.counts):
-            self.counts[slot], self.behind[slot] = 0.0, 0
+            self.counts[slot], self.unread[slot] = 0.0, 0
 
     def choose(
         self, numbers: Ints, drafts: Ints, running: Ints, pending: int, budget: int, goal: float = math.inf
@@ -90,7 +92,7 @@ class Lookahead:
         self._grow(len(numbers))
         pace = self.times.pace
         seconds, cost = choose(
-            numbers, drafts, running, self.counts, self.group, self.behind, pending, budget, goal / pace,
+            numbers, drafts, running, self.counts, self.group, self.unread, pending, budget, goal / pace,
             self.spare / pace, *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
             self._chosen,
         )  # fmt: skip
@@ -100,7 +102,7 @@ class Lookahead:
     def observe(self, slots: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
         """A step is done: each slot (-1: none) drafted so many tokens, and yielded so many in all."""
         self._grow(1 + int(slots.max(initial=-1)))
-        observe(slots, drafted, emitted, self.counts, self.group, self.behind)
+        observe(slots, drafted, emitted, self.counts, self.group, self.unread)
 
     def verification(self, seconds: float, tokens: int) -> float:
         """Of a step of so many tokens with drafts, without drafting: what it should take where the profile says so many
@@ -111,7 +113,7 @@ class Lookahead:
         if (more := slots - len(self.counts)) > 0:
             self.counts = np.concatenate([self.counts, np.zeros((more, *self.counts.shape[1:]))])
             self._chosen = np.zeros(slots, np.int64)
-            self.behind = np.concatenate([self.behind, np.zeros(more, np.int64)])
+            self.unread = np.concatenate([self.unread, np.zeros(more, np.int64)])
 
     def observe_times(
         self, slots: Ints, drafted: NDArray[np.uint8], read: int, seconds: float, draft_seconds: float
@@ -122,8 +124,8 @@ class Lookahead:
         (`observe`).
         """
         self._grow(1 + int(slots.max(initial=-1)))
-        late = int(self.behind[slots[drafted > 0]].sum())
-        first, further, target = expected(drafted, late, read, *self._target, *self._draft)
+        unread = int(self.unread[slots[drafted > 0]].sum())
+        first, further, target = expected(drafted, unread, read, *self._target, *self._draft)
         width = len(drafted) + int(drafted.sum()) if drafted.any() else 0
         self.times.observe((seconds - draft_seconds) / target, width, draft_seconds, first, further)
         self.spare = min(self.spare + TRIES * seconds, SAVES * seconds) if self._begun else FIRST * seconds
@@ -141,9 +143,13 @@ def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-d
     return table + token * tokens + context * read
 
 
-@njit(
-    types.Tuple((_F64[:, ::1], _I64, _I64))(_I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1]), cache=True
-)
+@njit(_F64(_FLOATS, _I64, _I64), cache=True)
+def _reading(linear, tokens, more):  # type: ignore[no-untyped-def]
+    """What more tokens take that a pass of these only reads."""
+    return max(0.0, _seconds(linear, 0.0, 0.0, tokens + more, 0) - _seconds(linear, 0.0, 0.0, tokens, 0))
+
+
+@njit(types.Tuple((_F64[:, ::1], _I64, _I64))(_I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1]), cache=True)
 def _survivals(numbers, drafts, running, counts, group):  # type: ignore[no-untyped-def]
     """[running, MAX_DRAFT_TOKENS]: what each place of each draft survives with; decodes that are ready, and what they
     read."""
@@ -164,30 +170,36 @@ def _survivals(numbers, drafts, running, counts, group):  # type: ignore[no-unty
     return survival, decodes, read
 
 
+@njit(_F64(types.Array(_I64, 1, "A")), cache=True)
+def to_come(row):  # type: ignore[no-untyped-def]
+    """Tokens that a sequence is expected to yield: some, and as many as it has, within its limit."""
+    return max(1.0, min(row[LIMIT] - row[KNOWN], ANSWER + row[KNOWN] - row[ASKED]))
+
+
+@njit(_I64(_F64[:, ::1], _INTS, _INTS), cache=True)
+def _least_unread(survival, running, unread):  # type: ignore[no-untyped-def]
+    """Which sequence of those that may draft has the fewest tokens to catch up with."""
+    only = 0
+    for i in range(running.shape[0]):
+        if survival[i, 0] > 0 and (survival[only, 0] == 0 or unread[running[i]] < unread[running[only]]):
+            only = i
+    return only
+
+
 @njit(
-    types.UniTuple(_F64, 2)(
-        _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
-        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _FLOATS, _INTS,
+    types.UniTuple(_F64, 8)(
+        _F64[:, ::1], _I64, _I64, _I64[:, ::1], _INTS, _INTS, _I64, _I64, _F64, _FLOATS, _F64, _F64, _FLOATS, _F64,
+        _F64, _FLOATS, _FLOATS, _FLOATS,
     ),
     cache=True,
 )  # fmt: skip
-def choose(  # type: ignore[no-untyped-def]
-    numbers, drafts, running, counts, group, behind, pending, budget, goal, spare, linear, token, context, draft_linear,
-    draft_token, draft_context, verifying, slower, thresholds, chosen,
+def _best(  # type: ignore[no-untyped-def]
+    survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context, draft_linear,
+    draft_token, draft_context, verifying, slower, thresholds,
 ):  # fmt: skip
-    survival, decodes, read = _survivals(numbers, drafts, running, counts, group)
-    # within a goal nobody drafts whose draft model cannot catch up in time
-    plain_s, caught_up = _seconds(linear, token, context, decodes, read), 0
-    for i in range(running.shape[0]):
-        slot = running[i]
-        chosen[slot] = 0
-        if survival[i, 0] > 0 and behind[slot] > 0 and plain_s <= goal < np.inf:
-            some = caught_up + behind[slot]
-            if plain_s + slower[0] * _seconds(draft_linear, draft_token, 0.0, some + decodes, 0) > goal:
-                survival[i] = 0.0
-            else:
-                caught_up = some
-    # the best step: how likely a token must be to survive, how deep drafts may be (a pass more for all of them)
+    """The step without drafts, its tokens a second and its seconds, and the best with some: likewise, its seconds of
+    catching up and of drafting, how likely tokens must be to survive, and how deep drafts may be (a pass more for all).
+    """
     best, threshold, depth, drafting, best_s, late_s = 0.0, 2.0, MAX_DRAFT_TOKENS, 0.0, 0.0, 0.0
     plain = 0.0  # tokens a second without any
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
@@ -195,24 +207,29 @@ def choose(  # type: ignore[no-untyped-def]
         trial, deepest = 0, 1 if turn == 1 else depth
         while trial < (MAX_DRAFT_TOKENS if turn == 1 else thresholds.shape[0]):
             least = threshold if turn == 1 else thresholds[trial]
-            width, gained, draft_read, late = decodes, 0.0, 0, 0
+            width, gained, draft_read, late, owed = decodes, 0.0, 0, 0, 0.0
             passes[:] = 0
             for i in range(running.shape[0]):
+                slot, more, last = running[i], 0.0, 0.0
                 for j in range(deepest):
                     if survival[i, j] < least:
                         break
-                    gained += survival[i, j]
+                    last = survival[i, j]
+                    more += last
                     passes[j] += 1
-                    draft_read += numbers[running[i], COMPUTED]
-                    late += behind[running[i]] if j == 0 else 0
+                    draft_read += numbers[slot, COMPUTED]
                     width += 1
-            once = _seconds(draft_linear, draft_token, 0.0, passes[0], 0) if passes[0] > 0 else 0.0
-            seconds = slower[0] * once + slower[1] * draft_context * draft_read
-            for some in passes[1:deepest]:
-                if some > 0:
-                    seconds += slower[1] * _seconds(draft_linear, draft_token, 0.0, some, 0)
-            more = _seconds(draft_linear, draft_token, 0.0, passes[0] + late, 0) - once if late > 0 else 0.0
-            once = slower[0] * max(0.0, more)
+                if more > 0:
+                    gained += more
+                    missed = max(0, unread[slot] - 1)
+                    late += missed
+                    owed += last + missed * min(1.0, (1 + more) / to_come(numbers[slot]))
+            seconds = slower[1] * draft_context * draft_read
+            for j in range(deepest):
+                if passes[j] > 0:
+                    seconds += slower[min(j, 1)] * _seconds(draft_linear, draft_token, 0.0, passes[j], 0)
+            once = slower[0] * _reading(draft_linear, passes[0], late)
+            share = slower[0] * _reading(draft_linear, passes[0], passes[0] + late) * owed / max(passes[0] + late, 1)
             whole = _seconds(linear, token, context, width, read + draft_read * AGAIN / 100)
             slowed = verifying[width_of(width)] if width > decodes else 1.0
             took = seconds + once + whole * slowed
@@ -226,7 +243,7 @@ def choose(  # type: ignore[no-untyped-def]
             chunk = min(pending, max(0, budget - width))
             if chunk > 0:
                 whole += _seconds(linear, 0.0, 0.0, width + chunk, 0) - _seconds(linear, 0.0, 0.0, width, 0)
-            whole = seconds + whole * slowed
+            whole = seconds + share + whole * slowed
             rate = (decodes + gained + chunk) / whole if whole > 0 else 0.0
             if width == decodes:
                 plain, plain_s = rate, whole
@@ -236,15 +253,57 @@ def choose(  # type: ignore[no-untyped-def]
             deepest += turn == 1
         if best <= plain:
             break  # nobody drafts, but to try
+    return plain, plain_s, best, best_s, late_s, drafting, threshold, float(depth)
+
+
+@njit(
+    types.UniTuple(_F64, 2)(
+        _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
+        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _FLOATS, _INTS,
+    ),
+    cache=True,
+)  # fmt: skip
+def choose(  # type: ignore[no-untyped-def]
+    numbers, drafts, running, counts, group, unread, pending, budget, goal, spare, linear, token, context, draft_linear,
+    draft_token, draft_context, verifying, slower, thresholds, chosen,
+):  # fmt: skip
+    survival, decodes, read = _survivals(numbers, drafts, running, counts, group)
+    # within a goal nobody drafts whose draft model cannot catch up in time
+    plain_s, caught_up = _seconds(linear, token, context, decodes, read), 0
+    for i in range(running.shape[0]):
+        slot = running[i]
+        chosen[slot] = 0
+        if survival[i, 0] > 0 and unread[slot] > 1 and plain_s <= goal < np.inf:
+            some = caught_up + unread[slot] - 1
+            once = _seconds(draft_linear, draft_token, 0.0, decodes, 0) + _reading(draft_linear, decodes, some)
+            if plain_s + slower[0] * once > goal:
+                survival[i] = 0.0
+            else:
+                caught_up = some
+    plain, plain_s, best, best_s, late_s, drafting, threshold, depth = _best(
+        survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context, draft_linear,
+        draft_token, draft_context, verifying, slower, thresholds,
+    )  # fmt: skip
     # what seems worse is tried where that costs no more than may be spent on it
     drafts_pay, cost = best > plain, 0.0
     if best > 0:
         cost = plain_s * (1 - plain / best) if drafts_pay else best_s * (1 - best / plain) + late_s
+    if not drafts_pay and cost > spare > 0:  # perhaps with one sequence, which has little to catch up with
+        only = _least_unread(survival, running, unread)
+        if slower[0] * _seconds(draft_linear, draft_token, 0.0, unread[running[only]], 0) < spare:
+            for i in range(running.shape[0]):
+                if i != only:
+                    survival[i] = 0.0
+            _, _, best, best_s, late_s, drafting, threshold, depth = _best(
+                survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context,
+                draft_linear, draft_token, draft_context, verifying, slower, thresholds,
+            )  # fmt: skip
+            cost = best_s * (1 - best / plain) + late_s
     tries = best > 0 and cost <= spare
     if drafts_pay == tries:
         threshold, drafting = 2.0, 0.0
     for i in range(running.shape[0]):
-        for j in range(depth):
+        for j in range(int(depth)):
             if survival[i, j] < threshold:
                 break
             chosen[running[i]] = j + 1
@@ -253,10 +312,10 @@ def choose(  # type: ignore[no-untyped-def]
 
 @njit(types.UniTuple(_F64, 3)(_BYTES, _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)
 def expected(  # type: ignore[no-untyped-def]
-    drafted, late, read, linear, token, context, draft_linear, draft_token, draft_context
+    drafted, unread, read, linear, token, context, draft_linear, draft_token, draft_context
 ):
-    """Seconds of drafting, in its first pass, which catches up with `late` tokens, and in those after it, and of the
-    target, by the profiles."""
+    """Seconds of drafting, in its first pass, which reads so many tokens, and in those after it, and of the target, by
+    the profiles."""
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     width = 0
     for length in drafted:
@@ -264,7 +323,10 @@ def expected(  # type: ignore[no-untyped-def]
         for j in range(min(length, MAX_DRAFT_TOKENS)):
             passes[j] += 1
     again = read * (width - drafted.shape[0]) / drafted.shape[0]
-    first, further = _seconds(draft_linear, draft_token, 0.0, passes[0] + late, 0) if passes[0] else 0.0, 0.0
+    first, further = 0.0, 0.0
+    if passes[0] > 0:
+        first = _seconds(draft_linear, draft_token, 0.0, passes[0], 0)
+        first += _reading(draft_linear, passes[0], max(0, unread - passes[0]))
     for some in passes[1:]:
         if some > 0:
             further += _seconds(draft_linear, draft_token, 0.0, some, 0)
@@ -273,7 +335,7 @@ def expected(  # type: ignore[no-untyped-def]
 
 
 @njit(types.void(types.Array(_I64, 1, "A"), _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1], _INTS), cache=True)
-def observe(slots, drafted, emitted, counts, group, behind):  # type: ignore[no-untyped-def]
+def observe(slots, drafted, emitted, counts, group, unread):  # type: ignore[no-untyped-def]
     group *= GROUP_KEEPS
     for i in range(slots.shape[0]):
         slot = slots[i]
@@ -281,9 +343,9 @@ def observe(slots, drafted, emitted, counts, group, behind):  # type: ignore[no-
             continue
         counts[slot] *= KEEPS if drafted[i] > 0 else IDLE_KEEPS
         if drafted[i] > 0:
-            behind[slot] = emitted[i] > drafted[i]  # where all stayed it has not seen the last of them
+            unread[slot] = 1 + (emitted[i] > drafted[i])  # where all stayed it has not seen the last of them either
         else:
-            behind[slot] += emitted[i]
+            unread[slot] += emitted[i]
         tried = min(drafted[i], emitted[i], MAX_DRAFT_TOKENS)  # the first that was refused is the last
         for j in range(tried):
             kept = j + 1 < emitted[i]

@@ -11,6 +11,7 @@ import pytest
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
+from paceline.batching.state import ADAPTIVE
 from paceline.compiled import plain
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch, StepShape
@@ -36,6 +37,13 @@ SPREAD = (0.5, 0.75, 1.0, 1.5, 1.25)
 TIGHT = replace(GOAL, tbt=FAST.seconds(StepShape(3, 3, 3, 60)))  # few may decode together
 
 
+class Fixed(Lookahead):
+    """Chooses nothing, and knows what draft models have read."""
+
+    def choose(self, numbers, drafts, running, pending, budget, goal=np.inf):
+        return drafts, 0.0
+
+
 def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> list[SimulatedGroup]:
     """Two hosts of one model, one with little memory; two models that share a device with stages, and an encoder."""
 
@@ -51,8 +59,8 @@ def fleets(policy: str, rng: random.Random, drafts: SimulatedDrafts | None) -> l
             watermark=rng.choice([0.0, 0.1]), max_num_batched_tokens=48, most_blocks=blocks + lent if lent else None,
         )  # fmt: skip
         options = {"policy": policy} | options
-        if drafts and drafts.adaptive:
-            lookahead = Lookahead(Costs.of(model_time), drafts.costs)
+        if drafts:
+            lookahead = (Lookahead if drafts.adaptive else Fixed)(Costs.of(model_time), drafts.costs)
             options["lookahead"] = lambda: lookahead
         config = GroupConfig((model,), limits, admission=admission, **options)
         return SimulatedGroup(config, model_time, share, drafts, overhead_s, spread)
@@ -95,7 +103,10 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
         return sum(itertools.takewhile(bool, (chance < rate for chance in chances)))
 
     outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, stay)
-    events = simulate(Controller([g.config for g in groups]), requests, latency, outputs, watch=watch)
+    controller = Controller([g.config for g in groups])
+    for state in controller.groups:
+        state.scheduler.state.limits[ADAPTIVE] &= not isinstance(state.scheduler.lookahead, Fixed)
+    events = simulate(controller, requests, latency, outputs, watch=watch)
     for event in events:
         if event.kind == "accepted":
             owner[event.request] = event.group
@@ -113,13 +124,13 @@ def drafting(group: SimulatedGroup, batch: Batch) -> float:
         return 0.0
     own, rows = group.drafts, zip(batch.starts, batch.drafts, batch.sequences, strict=True)
     drafted = [(start, k, sequence.slot) for start, k, sequence in rows if k]
-    late = sum(group.config.lookahead().behind[slot] for *_, slot in drafted) if own.adaptive else 0
+    unread = sum(group.config.lookahead().unread[slot] for *_, slot in drafted)
     arrays = (
         (np.array(one.linear), one.token, one.context)
         for one in (Costs.of(group.step_time), own.costs or Costs([0.0]))
     )
     counts, read = np.array([k for _, k, _ in drafted], np.uint8), sum(start for start, *_ in drafted)
-    return sum(expected(counts, int(late), read, *(value for one in arrays for value in one))[:2])
+    return sum(expected(counts, int(unread), read, *(value for one in arrays for value in one))[:2])
 
 
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.core.batch import StepShape
-from paceline.core.request import COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
+from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
 from paceline.speculation.lookahead import Costs, Lookahead, expected
 
 FLAT = Costs([1.0] * 600)
@@ -273,18 +273,42 @@ def test_catching_up_is_not_held_against_drafts():
     none, two = np.array([0], np.uint8), np.array([2], np.uint8)
     slots = np.array([0])
     lookahead.forget(0)
+    lookahead.observe(slots, none, 1 + none)  # the prompt has been followed; its first token has not been read
     for _ in range(20):
         for _ in range(100):
             lookahead.observe_times(slots, none, 0, 1.0, 0.0)
             lookahead.observe(slots, none, 1 + none)
-        assert lookahead.behind[0] == 100
+        assert lookahead.unread[0] == 101
         draft = costs.linear[101] + costs.linear[1]
         lookahead.observe_times(slots, two, 0, 1.0 + draft, draft)
         lookahead.observe(slots, two, 1 + none)
-        assert lookahead.behind[0] == 0
+        assert lookahead.unread[0] == 1
     assert lookahead.times.drafting == pytest.approx(1, rel=1e-3)
     lookahead.observe(slots, two, 1 + two)
-    assert lookahead.behind[0] == 1
+    assert lookahead.unread[0] == 2
+
+
+def test_catching_up_is_worth_it_where_enough_is_to_come():
+    """Reading 300 tokens takes three steps, and drafts save a tenth of a step or two."""
+    lookahead = taught(Lookahead(rising(1.0, 0.2), Costs([0.0, *[0.2 + 0.01 * n for n in range(600)]])), 0.7)
+    numbers, drafts, slots = sequences(1)
+    numbers[0, [ASKED, PROMPT]], numbers[0, [COMPUTED, KNOWN]] = 50, [349, 350]
+    drafted = []
+    for unread, limit in [(1, 360), (301, 360), (301, 10_000)]:
+        lookahead.unread[0], numbers[0, LIMIT] = unread, limit
+        drafted.append(int(lookahead.choose(numbers, drafts, slots, 0, 512)[0][0]) > 0)
+    assert drafted == [True, False, True]
+
+
+def test_one_sequence_tries_for_all():
+    """Where all would have too much to catch up with, and drafts do not seem worth it."""
+    lookahead = taught(Lookahead(FLAT, Costs([0.0, *[2 + 0.01 * n for n in range(600)]])), *[0.8] * 4)
+    lookahead.unread[:4] = [101, 101, 21, 101]
+    assert chosen(lookahead, 4) == [0, 0, 0, 0]
+    lookahead.spare = 3.0
+    of_each = chosen(lookahead, 4)
+    assert of_each[2] > 0 and not of_each[0] + of_each[1] + of_each[3]
+    assert 0 < lookahead.spare < 1.5
 
 
 def test_draft_models_catch_up_within_goals():
@@ -292,20 +316,20 @@ def test_draft_models_catch_up_within_goals():
     draft, goal, count = Costs([0.0, *[0.002 * n for n in range(1, 600)]]), 1.5, 3
     lookahead = taught(Lookahead(FLAT, draft), *[0.8] * count)
     numbers, most, slots = sequences(count, 4)
-    behind = np.array([100, 100, 400])
+    unread = np.array([101, 101, 401])
     none, catching_up = np.zeros(count, np.uint8), []
-    lookahead.behind[:count] = behind
+    lookahead.unread[:count] = unread
     assert all(chosen(lookahead, count, most=4))
     for _ in range(3):
         lengths, seconds = lookahead.choose(numbers, most, slots, 0, 512, goal)
         drafted = lengths[:count].astype(np.uint8)
-        late = int(lookahead.behind[slots[drafted > 0]].sum())
-        first, further, _ = expected(drafted, late, 0, *lookahead._target, *lookahead._draft)
+        unread = int(lookahead.unread[slots[drafted > 0]].sum())
+        first, further, _ = expected(drafted, unread, 0, *lookahead._target, *lookahead._draft)
         assert seconds == pytest.approx(first + further) and 1.0 + seconds <= goal
-        catching_up.append(late)
+        catching_up.append(unread)
         lookahead.observe(slots, drafted, 1 + none)
-    assert catching_up[:2] == [200, 0] and lengths[:count].tolist() == [4, 4, 0]
-    lookahead.behind[2] = 50
+    assert catching_up[:2] == [202, 2] and lengths[:count].tolist() == [4, 4, 0]
+    lookahead.unread[2] = 51
     assert all(chosen(lookahead, count, most=4, goal=goal))
 
 
