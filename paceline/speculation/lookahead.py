@@ -34,11 +34,11 @@ from paceline.speculation.times import Times, width_of
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
 _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
-GUESS = 0.9  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
-WEIGHT, GROUP_WEIGHT = 16.0, 8.0  # of what is believed of a sequence beforehand, and of the group, in tries
+GUESS = 0.95  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
+WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of the group, in tries
 TRIES, FIRST, SAVES = 0.002, 5.0, 10.0  # share of the time for tries; to begin with, and at most, in steps
 ANSWER = 64  # tokens that a sequence is expected to yield in any case
-KEEPS, IDLE_KEEPS = 0.95, 0.93  # of a sequence's counts: with every try, and with every step without one
+KEEPS, IDLE_KEEPS = 0.97, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.999  # of the group's, with every step
 # survivals from which on tokens are drafted, to choose from; the first is none at all
 THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
