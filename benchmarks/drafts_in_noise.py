@@ -78,7 +78,7 @@ def tokens_per_s(
         late_by = np.where(rng.random(2) < LATE, rng.uniform(1, UP_TO, 2), 1)
         noise = late_by * np.exp(pace + SCATTER * rng.normal(size=2))
         lookahead.observe_times(slots, lengths, read, *(noise[0] * drafting + noise[1] * whole, noise[0] * drafting))
-        lookahead.observe(slots, lengths, emitted)
+        lookahead.observe(slots, np.ones(at_a_time, np.int64), lengths, emitted)
         numbers[:, KNOWN] += emitted
         numbers[:, COMPUTED] += emitted
         for slot in np.flatnonzero(numbers[:, KNOWN] >= numbers[:, LIMIT]):

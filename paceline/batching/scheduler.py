@@ -320,7 +320,9 @@ class Scheduler:
             if result.seconds and batch.num_decodes == len(tokens) and not gone:
                 read = sum(batch.starts)
                 self.lookahead.observe_times(slots, drafted, read, result.seconds, result.draft_seconds)
-            self.lookahead.observe(slots, drafted, column)
+            lengths = np.array(batch.lengths)
+            lengths[: batch.num_decodes] = 1
+            self.lookahead.observe(slots, lengths, drafted, column)
         return batch, gone, bytes(tokens), _land(self.handle, id, column)
 
     # The life of a sequence

@@ -25,6 +25,7 @@ class Slice(NamedTuple):
 # percent: what a token of a verification takes to read what the one before it has just read (CPU, 100 to 1,000 tokens:
 # 30 to 41; nobody has measured it on a GPU)
 AGAIN = 35
+FOLLOWED = 32  # after so many steps in a row without drafts a draft model follows no prompts, until it drafts again
 
 
 class StepShape(NamedTuple):

@@ -2,9 +2,10 @@
 
 A draft model is an ordinary model. Its keys and values are in a pool of its own, in the blocks that the target has for
 the same tokens, so one admission, one prefix cache and one preemption serve both. It follows prompts chunk by chunk, in
-the steps in which the target computes them, as one hybrid batch. A round is "process what is known and not followed
-yet, then a decode for every further token": this rule alone covers what a round before refused, a draft that was
-accepted whole (its last token was never processed), steps without drafts, preemption and prefixes found in the cache.
+the steps in which the target computes them, as one hybrid batch, unless nobody has drafted for a while. A round is
+"process what is known and not followed yet, then a decode for every further token": this rule alone covers what a round
+before refused, a draft that was accepted whole (its last token was never processed), steps without drafts, prompts that
+were not followed, preemption and prefixes found in the cache.
 """
 
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.batch import FOLLOWED
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.drafters import Guess, Part, TokenByToken
 from paceline.engine.job import Job
@@ -63,18 +65,21 @@ class DraftModel(TokenByToken):
         super().__init__(model, logit_rows, guess)
         self.max_tokens, self.block_size = max_tokens, model.cache.block_size
         self.filled = np.zeros(model.cache.num_blocks, bool)  # blocks whose tokens are all followed
+        self.idle = 0  # steps in a row without drafts
 
     def _first(self, jobs: Seq[Job]) -> list[Part]:
-        """What is known and not followed of the sequences that are drafted for, and of prompts that may be later.
+        """What is known and not followed of the sequences that are drafted for, and of prompts that may be later: those
+        that come while drafts are worth it.
 
         As much as one pass takes; sequences further behind catch up in several steps.
         """
         parts, room = [], self.max_tokens
+        self.idle = 0 if any(job.undrafted for job in jobs) else self.idle + 1
         for job in jobs:
             self._note_blocks(job)
             sequence = job.sequence
             begin = sequence.num_followed = min(sequence.num_followed, job.work.start)
-            follows = job.undrafted or job.end - job.work.start > 1
+            follows = job.undrafted or (self.idle < FOLLOWED and job.end - job.work.start > 1)
             if not follows or sequence.params.max_draft_tokens == 0 or not self._within_context(job.end):
                 continue
             length = min(job.end - begin, room)

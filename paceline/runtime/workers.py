@@ -10,9 +10,10 @@ from paceline.core.cluster import Parallel
 from paceline.core.work import EngineInfo
 from paceline.runtime import messages
 from paceline.runtime.launch import Launcher, Process
-from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, StepDone, ToWorker
+from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, Step, StepDone, ToWorker
 
 HANG_S = 1.7  # workers of which one has not moved for so long are killed and started again: seen within 2 s
+LOST_S = 10.0  # and such that owe a step of which none has computed anything for so long
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
 MAX_RESTARTS = 5  # in a row, without a step in between
 NO_ROOM_S = 30.0  # without room for so long: a cluster's other nodes have some in seconds, a new one comes in minutes
@@ -62,6 +63,7 @@ class Workers:
         self._awaited: set[int] = set()  # models that have to be loaded before any step
         self._present: set[int] = set()  # models that were, since the start
         self._restarts = 0
+        self._owed, self._asked = 0, 0.0  # steps without an answer; when the last was sent
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -71,6 +73,7 @@ class Workers:
         blocks = tuple((info.num_blocks, info.most_blocks) if info else None for info in infos)
         resident, check = tuple(guest.resident for guest in self.guests), self.state == "loading"
         self._present.clear()
+        self._owed = 0
         self._awaited = {m for m, stays in enumerate(resident) if (stays or check) and m not in self._failed}
         self._processes = []
         for number in range(self.parallel.devices):
@@ -102,6 +105,8 @@ class Workers:
         self._task(self.start())
 
     def send(self, message: ToWorker) -> None:
+        if isinstance(message, Step):
+            self._owed, self._asked = self._owed + 1, time.monotonic()
         frame = messages.encode(message)
         for process in self._processes:
             process.send(frame)
@@ -124,7 +129,10 @@ class Workers:
         limit = HANG_S if self.state == "ready" else LOAD_HANG_S
         for process in self._processes:
             process.pulse.forgive(late)
-        if any(process.pulse.silent_s > limit for process in self._processes):
+        self._asked += late
+        hangs = any(process.pulse.silent_s > limit for process in self._processes)
+        idle_s = min((process.pulse.idle_s for process in self._processes), default=0.0)
+        if hangs or (self._owed and min(idle_s, time.monotonic() - self._asked) > LOST_S):
             self._kill()
 
     async def _meeting(self) -> str | None:
@@ -210,7 +218,7 @@ class Workers:
             return
         match message:
             case StepDone():
-                self._restarts = 0
+                self._restarts, self._owed = 0, self._owed - 1
                 self.guests[message.model].stepped(message)
             case Advanced(model, batch):
                 self.guests[model].advanced(batch)

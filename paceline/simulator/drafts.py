@@ -19,6 +19,7 @@ from paceline.batching.state import (
     ADAPTIVE,
     DRAFT,
     DRAFTING,
+    LENGTH,
     RUNNING,
     SLOT,
     SPENT,
@@ -58,6 +59,7 @@ class Drafts(NamedTuple):
     counts: NDArray[np.float64]  # [groups, slots, 2, MAX_DRAFT_TOKENS]
     group: NDArray[np.float64]  # [groups, 2, MAX_DRAFT_TOKENS]
     unread: Ints  # [groups, slots] tokens that the draft model has not read
+    idle: Ints  # [groups] steps in a row in which nobody drafted
     thresholds: Floats
     verifying: Floats  # 1 for each width: as profiles say
     drafting: Floats  # likewise, of the first pass and others
@@ -79,6 +81,7 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.zeros((len(drafts), slots * any(some), 2, MAX_DRAFT_TOKENS)),
         np.zeros((len(drafts), 2, MAX_DRAFT_TOKENS)),
         np.zeros((len(drafts), slots * any(some)), np.int64),
+        np.zeros(len(drafts), np.int64),
         THRESHOLDS,
         np.ones(WIDTHS),
         np.ones(2),
@@ -151,5 +154,7 @@ def judge(d: Drafts, g: int, s: State, at: int) -> None:
             left = s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN]
             emits[i] = 1 + num_staying(s.numbers[slot, TAG], left, drafted, d.acceptance[g])
     if some:
-        observe(step[SLOT, :count], step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g], d.group[g],
-                d.unread[g])
+        observe(
+            step[SLOT, :count], step[LENGTH, :count], step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g],
+            d.group[g], d.unread[g], d.idle[g : g + 1],
+        )  # fmt: skip

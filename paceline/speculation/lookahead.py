@@ -15,7 +15,8 @@ verdicts to be made), and without that a draft that seems worth it makes things 
 drafts next to steps without any. So what seems slower of both is tried, too, as often as a small share of the time
 pays for it: the closer they are the more often. A draft model that has not drafted has to catch up first. That is an
 investment: it counts by the share that this step's tokens have in those that are to come, in full in what a try costs
-and in the seconds within a goal. Drafts that are kept whole leave their last token to be read in the next step.
+and in the seconds within a goal. Prompts it follows as long as somebody drafts (`FOLLOWED`). Drafts that are kept whole
+leave their last token to be read in the next step.
 """
 
 import math
@@ -26,13 +27,14 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from paceline.core.batch import AGAIN
+from paceline.core.batch import AGAIN, FOLLOWED
 from paceline.core.request import ASKED, COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
 from paceline.latency.step_time import StepTime
 from paceline.speculation.times import Times, width_of
 
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
+_ROW = types.Array(_I64, 1, "A")
 _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
 GUESS = 0.95  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
 WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of the group, in tries
@@ -72,7 +74,8 @@ class Lookahead:
         self._begun = False
         self.group = np.zeros((2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
         self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
-        self.unread = np.zeros(0, np.int64)  # by slot: tokens, not of the prompt, that a draft model is to read
+        self.unread = np.zeros(0, np.int64)  # by slot: known tokens that a draft model has not read
+        self.idle = np.zeros(1, np.int64)  # steps in a row in which nobody drafted
         self._chosen = np.zeros(0, np.int64)
 
     def forget(self, slot: int) -> None:
@@ -99,10 +102,11 @@ class Lookahead:
         self.spare -= cost * pace
         return self._chosen, seconds * pace
 
-    def observe(self, slots: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
-        """A step is done: each slot (-1: none) drafted so many tokens, and yielded so many in all."""
+    def observe(self, slots: Ints, lengths: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
+        """A step is done: each slot (-1: none) had a slice so long (1: a decode), drafted so many tokens and yielded so
+        many in all."""
         self._grow(1 + int(slots.max(initial=-1)))
-        observe(slots, drafted, emitted, self.counts, self.group, self.unread)
+        observe(slots, lengths, drafted, emitted, self.counts, self.group, self.unread, self.idle)
 
     def verification(self, seconds: float, tokens: int) -> float:
         """Of a step of so many tokens with drafts, without drafting: what it should take where the profile says so many
@@ -170,7 +174,7 @@ def _survivals(numbers, drafts, running, counts, group):  # type: ignore[no-unty
     return survival, decodes, read
 
 
-@njit(_F64(types.Array(_I64, 1, "A")), cache=True)
+@njit(_F64(_ROW), cache=True)
 def to_come(row):  # type: ignore[no-untyped-def]
     """Tokens that a sequence is expected to yield: some, and as many as it has, within its limit."""
     return max(1.0, min(row[LIMIT] - row[KNOWN], ANSWER + row[KNOWN] - row[ASKED]))
@@ -334,9 +338,10 @@ def expected(  # type: ignore[no-untyped-def]
     return first, further, _seconds(linear, token, context, width, read + again * AGAIN / 100)
 
 
-@njit(types.void(types.Array(_I64, 1, "A"), _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1], _INTS), cache=True)
-def observe(slots, drafted, emitted, counts, group, unread):  # type: ignore[no-untyped-def]
+@njit(types.void(_ROW, _ROW, _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1], _INTS, _ROW), cache=True)
+def observe(slots, lengths, drafted, emitted, counts, group, unread, idle):  # type: ignore[no-untyped-def]
     group *= GROUP_KEEPS
+    idle[0] = 0 if drafted.any() else idle[0] + 1
     for i in range(slots.shape[0]):
         slot = slots[i]
         if slot < 0:
@@ -344,8 +349,10 @@ def observe(slots, drafted, emitted, counts, group, unread):  # type: ignore[no-
         counts[slot] *= KEEPS if drafted[i] > 0 else IDLE_KEEPS
         if drafted[i] > 0:
             unread[slot] = 1 + (emitted[i] > drafted[i])  # where all stayed it has not seen the last of them either
-        else:
+        elif lengths[i] == 1:
             unread[slot] += emitted[i]
+        else:
+            unread[slot] = emitted[i] + (0 if idle[0] < FOLLOWED else unread[slot] + lengths[i])
         tried = min(drafted[i], emitted[i], MAX_DRAFT_TOKENS)  # the first that was refused is the last
         for j in range(tried):
             kept = j + 1 < emitted[i]

@@ -12,6 +12,7 @@ import torch
 from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
+from paceline.core.batch import FOLLOWED
 from paceline.core.request import SamplingParams
 from paceline.engine.config import ModelError
 from paceline.engine.draft_models import DraftModel
@@ -130,6 +131,29 @@ def test_blocks_that_the_draft_model_never_saw_are_caught_up_with(prompts, alone
     assert not runner.drafter.filled.any()
     got = generate(runner, prompts, params(max_draft_tokens=3))
     assert got == alone and got.accepted == got.drafted > 100 and runner.drafter.filled.any()
+
+
+class Later(Lookahead):
+    """Has nobody draft in its first steps, then everybody as much as may be."""
+
+    steps = 0
+
+    def choose(self, numbers, drafts, running, pending, budget, goal=float("inf")):
+        self.steps += 1
+        return drafts * (self.steps > 10), 0.0
+
+
+@pytest.mark.parametrize("idle", [0, FOLLOWED])
+def test_prompts_are_followed_unless_nobody_has_drafted_for_a_while(prompts, alone, idle):
+    runner = load(str(CODER))
+    runner.drafter.idle = idle
+    forward, passes = runner.drafter.model.forward, []
+    runner.drafter.model.forward = lambda parts: (passes.append(sum(p.length for p in parts)), forward(parts))[1]
+    later = partial(Later, Costs([1.0] * 600), Costs([0.01] * 600))
+    got = generate(runner, prompts, params(max_draft_tokens=3), lookahead=later)
+    assert got == alone and got.accepted == got.drafted > 50
+    begin = sum(passes[:2])  # of two steps with prompts, or of the first two that draft
+    assert (begin == sum(map(len, prompts))) is (idle == 0) and (passes[2] < 11 * COUNT or idle)
 
 
 def test_sequences_far_behind_catch_up_in_several_steps(prompts, alone):

@@ -18,11 +18,12 @@ from paceline.controller import Controller
 from paceline.core import record
 from paceline.core.request import SLO, SamplingParams
 from paceline.latency.step_time import StepTime
+from paceline.runtime import workers
 from paceline.runtime.api import GoalUnreachable, Overloaded, TooLong, Unavailable
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.simulator.driver import replay
-from tests.runtime.toy_worker import CRASH, CRASH_ONCE, HANG, POISON, RAISE, next_token
+from tests.runtime.toy_worker import CRASH, CRASH_ONCE, HANG, LOSE_ONCE, POISON, RAISE, next_token
 
 
 class Collector:
@@ -260,6 +261,22 @@ async def test_a_worker_that_dies_by_itself_is_replaced(tmp_path):
         running.submit("toy", [CRASH_ONCE, 2], SamplingParams(max_tokens=20), sink)
         await sink.done.wait()
         assert sink.tokens == expected([CRASH_ONCE, 2], 20) and not sink.error
+
+
+async def test_workers_that_owe_a_step_and_compute_nothing_are_replaced(tmp_path, monkeypatch):
+    """They are alive and idle: no heartbeat says that anything is wrong."""
+    monkeypatch.setattr(workers, "LOST_S", 1.0)
+    async with fleet(marker=str(tmp_path / "lost")) as running:
+        sink, before = Collector(), Collector()
+        running.submit("toy", [1, 2], SamplingParams(max_tokens=3), before)
+        await before.done.wait()
+        (pid,) = running.workers[0].pids
+        await asyncio.sleep(1.5)  # idle, and owes nothing
+        assert running.workers[0].pids == [pid]
+        running.submit("toy", [LOSE_ONCE, 2], SamplingParams(max_tokens=20), sink)
+        await sink.done.wait()
+        assert sink.tokens == expected([LOSE_ONCE, 2], 20) and not sink.error
+        assert running.workers[0].pids != [pid]
 
 
 @pytest.mark.parametrize("fault", [CRASH, RAISE])

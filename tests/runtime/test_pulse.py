@@ -42,6 +42,18 @@ def test_who_beats_is_well_if_it_moves(clock, message, moves):
     assert heart.silent_s == pytest.approx(BEAT_S if moves else 20 * BEAT_S)
 
 
+def test_idle_is_who_computes_nothing(clock):
+    heart = Pulse()
+    for beat in range(10):
+        heart.heard(Heartbeat(beat, True))
+        clock.now += BEAT_S
+    assert heart.idle_s == pytest.approx(BEAT_S)
+    for _ in range(10):
+        heart.heard(Heartbeat(9, False))
+        clock.now += BEAT_S
+    assert heart.idle_s == pytest.approx(11 * BEAT_S) and heart.responsive
+
+
 def test_silence_tells_and_time_in_which_nobody_could_hear_does_not_count(clock):
     heart = Pulse()
     clock.now += SILENT_S - 0.01

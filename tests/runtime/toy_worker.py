@@ -1,7 +1,8 @@
 """A real worker process around a toy model, whose KV cache holds token ids, so that every wrong block is seen.
 
 The next token is a function of all tokens before it as read *from the cache*. Special prompt tokens cause faults:
-CRASH ends the process, RAISE ends it by an exception, POISON fails the sequence, HANG stops all progress.
+CRASH ends the process, RAISE ends it by an exception, POISON fails the sequence, HANG stops all progress, LOSE_ONCE has
+a step computed of which nobody hears.
 """
 
 import json
@@ -14,7 +15,7 @@ from dataclasses import replace
 from paceline.core.work import EngineInfo, SliceOutput
 from paceline.runtime.worker import serve
 
-CRASH, POISON, HANG, CRASH_ONCE, RAISE = range(901, 906)
+CRASH, POISON, HANG, CRASH_ONCE, RAISE, LOSE_ONCE = range(901, 907)
 VOCAB = 900
 
 
@@ -78,6 +79,9 @@ class ToyEngine:
         if CRASH_ONCE in tokens and len(tokens) >= 10 and not os.path.exists(self.marker):
             open(self.marker, "w").close()
             os._exit(9)
+        if LOSE_ONCE in tokens and len(tokens) >= 10 and not os.path.exists(self.marker):
+            open(self.marker, "w").close()
+            self.answers = self.first = False
         if HANG in tokens:
             time.sleep(3600)
 

@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paceline.core.batch import StepShape
+from paceline.core.batch import FOLLOWED, StepShape
 from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
 from paceline.speculation.lookahead import Costs, Lookahead, expected
 
@@ -33,7 +33,7 @@ def taught(lookahead: Lookahead, *acceptance: float, tries: int = 3000) -> Looka
     for _ in range(tries):
         refused = [random.random(MAX_DRAFT_TOKENS) >= a for a in acceptance]
         emitted = [1 + (int(r.argmax()) if r.any() else MAX_DRAFT_TOKENS) for r in refused]
-        lookahead.observe(slots, drafted, np.array(emitted, np.uint8))
+        decoded(lookahead, slots, drafted, np.array(emitted, np.uint8))
     # what a sequence remembers is short, and a test wants the long run
     for slot, a in zip(slots, acceptance, strict=True):
         lookahead.counts[slot, 1] = 1000
@@ -46,6 +46,10 @@ def chosen(
 ) -> list[int]:
     numbers, drafts, slots = sequences(count, most)
     return lookahead.choose(numbers, drafts, slots, pending, budget, goal)[0][:count].tolist()
+
+
+def decoded(lookahead: Lookahead, slots: np.ndarray, drafted: np.ndarray, emitted: np.ndarray) -> None:
+    lookahead.observe(slots, np.ones(len(slots), np.int64), drafted, emitted)
 
 
 def observe_times(lookahead: Lookahead, drafted: int, seconds: float, draft_seconds: float = 0.0) -> None:
@@ -134,7 +138,7 @@ def test_a_drafter_that_nobody_tried_is_tried_where_only_a_very_good_one_pays(ac
     drafting = []
     for _ in range(300):
         lengths = lookahead.choose(numbers, drafts, slots, 0, 512)[0].astype(np.uint8)
-        lookahead.observe(slots, lengths, 1 + lengths * (random.random(8) < acceptance).astype(np.uint8))
+        decoded(lookahead, slots, lengths, 1 + lengths * (random.random(8) < acceptance).astype(np.uint8))
         drafting.append(int(lengths.sum()))
     assert drafting[0] == 8  # tried at once
     assert (np.mean(drafting[100:]) > 7) == pays and (pays or np.mean(drafting[20:]) < 0.5)
@@ -146,7 +150,7 @@ def test_bad_drafts_are_given_up_and_tried_again():
     lengths = []
     for _ in range(3000):
         length = int(lookahead.choose(numbers, drafts, slots, 0, 512)[0][0])
-        lookahead.observe(slots, np.array([length], np.uint8), np.array([1], np.uint8))  # always refused
+        decoded(lookahead, slots, np.array([length], np.uint8), np.array([1], np.uint8))  # always refused
         lengths.append(length)
     tried = [step for step, length in enumerate(lengths) if length]
     assert lengths[0] > 0 and len(tried) < 0.05 * len(lengths)
@@ -207,7 +211,7 @@ def test_a_machine_that_was_slow_for_a_while_does_not_end_drafts():
         slow = 3.0 if 50 <= step < 100 else 1.0
         draft = 0.1 * int(length[0])
         lookahead.observe_times(slots, length, 0, slow * (1 + draft), slow * draft)
-        lookahead.observe(slots, length, 1 + length)
+        decoded(lookahead, slots, length, 1 + length)
         choices.append(int(length[0]))
     # but for tries of none
     assert np.mean(np.array(choices[20:50]) >= 4) > 0.9 and np.mean(np.array(choices[200:]) >= 4) > 0.98
@@ -229,7 +233,7 @@ def test_what_profiles_say_wrongly_is_found_out_though_steps_are_noisy(drafts_ta
             if length[0]:
                 took, draft = drafts_take * took, drafts_take * draft
             lookahead.observe_times(slots, length, 0, took + draft, draft)
-            lookahead.observe(slots, length, 1 + length)
+            decoded(lookahead, slots, length, 1 + length)
             lengths.append(int(length[0]))
         drafting = np.mean(np.array(lengths[1000:]) > 0)
         assert drafting > 0.9 if drafts_take < 1 else drafting < 0.1
@@ -244,7 +248,7 @@ def test_what_steps_of_one_width_take_says_less_of_others():
         length = lookahead.choose(numbers, drafts, slots, 0, 512)[0].astype(np.uint8)
         slow = 1.5 if length.max() == 1 else 1.0
         lookahead.observe_times(slots, length, 0, slow + 0.01 * int(length.max()), 0.01 * int(length.max()))
-        lookahead.observe(slots, length, 1 + length)
+        decoded(lookahead, slots, length, 1 + length)
         lengths.append(int(length.max()))
     assert np.mean(np.array(lengths[100:]) == 4) > 0.95
     for _ in range(50):
@@ -261,7 +265,7 @@ def test_tries_take_a_small_share_of_the_time():
         length = lookahead.choose(numbers, drafts, slots, 0, 512)[0][:1].astype(np.uint8)
         draft, took = 0.45 * int(length[0]), 0.45 + 0.05 * int(length[0])
         lookahead.observe_times(slots, length, 0, took + draft, draft)
-        lookahead.observe(slots, length, 1 + length)
+        decoded(lookahead, slots, length, 1 + length)
         tokens, seconds, tried = tokens + 1 + int(length[0]), seconds + took + draft, tried + int(length[0] > 0)
     assert tried > 5 and tokens / seconds > 0.995 / 0.45
 
@@ -273,19 +277,37 @@ def test_catching_up_is_not_held_against_drafts():
     none, two = np.array([0], np.uint8), np.array([2], np.uint8)
     slots = np.array([0])
     lookahead.forget(0)
-    lookahead.observe(slots, none, 1 + none)  # the prompt has been followed; its first token has not been read
+    lookahead.observe(slots, np.array([50]), none, 1 + none)  # a prompt, whose first token was not read
     for _ in range(20):
         for _ in range(100):
             lookahead.observe_times(slots, none, 0, 1.0, 0.0)
-            lookahead.observe(slots, none, 1 + none)
+            decoded(lookahead, slots, none, 1 + none)
         assert lookahead.unread[0] == 101
         draft = costs.linear[101] + costs.linear[1]
         lookahead.observe_times(slots, two, 0, 1.0 + draft, draft)
-        lookahead.observe(slots, two, 1 + none)
+        decoded(lookahead, slots, two, 1 + none)
         assert lookahead.unread[0] == 1
     assert lookahead.times.drafting == pytest.approx(1, rel=1e-3)
-    lookahead.observe(slots, two, 1 + two)
+    decoded(lookahead, slots, two, 1 + two)
     assert lookahead.unread[0] == 2
+
+
+def test_prompts_are_followed_while_somebody_drafts():
+    """Then a prompt leaves its first token to be read; later the whole prompt, chunk after chunk."""
+    lookahead, slots, none = Lookahead(FLAT, FLAT), np.array([0]), np.array([0], np.uint8)
+
+    def prompt() -> int:
+        lookahead.forget(0)
+        for length, emitted in [(50, 0), (30, 1)]:
+            lookahead.observe(slots, np.array([length]), none, none + emitted)
+        return int(lookahead.unread[0])
+
+    assert prompt() == 1
+    for _ in range(FOLLOWED):
+        lookahead.observe(slots, np.array([1]), none, none + 1)
+    assert prompt() == 81
+    lookahead.observe(slots, np.array([1]), none + 1, none + 1)
+    assert lookahead.unread[0] == 1 and prompt() == 1
 
 
 def test_catching_up_is_worth_it_where_enough_is_to_come():
@@ -327,7 +349,7 @@ def test_draft_models_catch_up_within_goals():
         first, further, _ = expected(drafted, unread, 0, *lookahead._target, *lookahead._draft)
         assert seconds == pytest.approx(first + further) and 1.0 + seconds <= goal
         catching_up.append(unread)
-        lookahead.observe(slots, drafted, 1 + none)
+        decoded(lookahead, slots, drafted, 1 + none)
     assert catching_up[:2] == [202, 2] and lengths[:count].tolist() == [4, 4, 0]
     lookahead.unread[2] = 51
     assert all(chosen(lookahead, count, most=4, goal=goal))
@@ -338,7 +360,7 @@ def test_a_new_sequence_does_not_inherit_its_slots_past():
     numbers, drafts, slots = sequences(2)
     lookahead.choose(numbers, drafts, slots, 0, 512)
     for _ in range(30):
-        lookahead.observe(slots, np.array([4, 4], np.uint8), np.array([1, 5], np.uint8))
+        decoded(lookahead, slots, np.array([4, 4], np.uint8), np.array([1, 5], np.uint8))
     bad, good = chosen(lookahead, 2)
     lookahead.forget(0)
     new, other = chosen(lookahead, 2)
