@@ -25,7 +25,9 @@ class Slice(NamedTuple):
 # percent: what a token of a verification takes to read what the one before it has just read (CPU, 100 to 1,000 tokens:
 # 30 to 41; nobody has measured it on a GPU)
 AGAIN = 35
-FOLLOWED = 32  # after so many steps in a row without drafts a draft model follows no prompts, until it drafts again
+# A draft model follows prompts in so many steps, of so many in a row without drafts. Sequences whose prompts it has not
+# followed may have too much to read for a goal; others come.
+FOLLOWED, FOLLOWED_OF = 32, 512
 
 
 class StepShape(NamedTuple):

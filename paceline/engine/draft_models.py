@@ -2,10 +2,10 @@
 
 A draft model is an ordinary model. Its keys and values are in a pool of its own, in the blocks that the target has for
 the same tokens, so one admission, one prefix cache and one preemption serve both. It follows prompts chunk by chunk, in
-the steps in which the target computes them, as one hybrid batch, unless nobody has drafted for a while. A round is
-"process what is known and not followed yet, then a decode for every further token": this rule alone covers what a round
-before refused, a draft that was accepted whole (its last token was never processed), steps without drafts, prompts that
-were not followed, preemption and prefixes found in the cache.
+the steps in which the target computes them, as one hybrid batch, and few where nobody has drafted for a while. A round
+is "process what is known and not followed yet, then a decode for every further token": this rule alone covers what a
+round before refused, a draft that was accepted whole (its last token was never processed), steps without drafts,
+prompts that were not followed, preemption and prefixes found in the cache.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.batch import FOLLOWED
+from paceline.core.batch import FOLLOWED, FOLLOWED_OF
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.drafters import Guess, Part, TokenByToken
 from paceline.engine.job import Job
@@ -79,7 +79,7 @@ class DraftModel(TokenByToken):
             self._note_blocks(job)
             sequence = job.sequence
             begin = sequence.num_followed = min(sequence.num_followed, job.work.start)
-            follows = job.undrafted or (self.idle < FOLLOWED and job.end - job.work.start > 1)
+            follows = job.undrafted or (self.idle % FOLLOWED_OF < FOLLOWED and job.end - job.work.start > 1)
             if not follows or sequence.params.max_draft_tokens == 0 or not self._within_context(job.end):
                 continue
             length = min(job.end - begin, room)

@@ -15,8 +15,8 @@ verdicts to be made), and without that a draft that seems worth it makes things 
 drafts next to steps without any. So what seems slower of both is tried, too, as often as a small share of the time
 pays for it: the closer they are the more often. A draft model that has not drafted has to catch up first. That is an
 investment: it counts by the share that this step's tokens have in those that are to come, in full in what a try costs
-and in the seconds within a goal. Prompts it follows as long as somebody drafts (`FOLLOWED`). Drafts that are kept whole
-leave their last token to be read in the next step.
+and in the seconds within a goal. Prompts it follows while somebody drafts, and else seldom (`FOLLOWED`). Drafts that
+are kept whole leave their last token to be read in the next step.
 """
 
 import math
@@ -27,7 +27,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from paceline.core.batch import AGAIN, FOLLOWED
+from paceline.core.batch import AGAIN, FOLLOWED, FOLLOWED_OF
 from paceline.core.request import ASKED, COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
 from paceline.latency.step_time import StepTime
 from paceline.speculation.times import Times, width_of
@@ -352,7 +352,7 @@ def observe(slots, lengths, drafted, emitted, counts, group, unread, idle):  # t
         elif lengths[i] == 1:
             unread[slot] += emitted[i]
         else:
-            unread[slot] = emitted[i] + (0 if idle[0] < FOLLOWED else unread[slot] + lengths[i])
+            unread[slot] = emitted[i] + (0 if idle[0] % FOLLOWED_OF < FOLLOWED else unread[slot] + lengths[i])
         tried = min(drafted[i], emitted[i], MAX_DRAFT_TOKENS)  # the first that was refused is the last
         for j in range(tried):
             kept = j + 1 < emitted[i]

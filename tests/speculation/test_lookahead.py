@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paceline.core.batch import FOLLOWED, StepShape
+from paceline.core.batch import FOLLOWED, FOLLOWED_OF, StepShape
 from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
 from paceline.speculation.lookahead import Costs, Lookahead, expected
 
@@ -293,7 +293,7 @@ def test_catching_up_is_not_held_against_drafts():
 
 
 def test_prompts_are_followed_while_somebody_drafts():
-    """Then a prompt leaves its first token to be read; later the whole prompt, chunk after chunk."""
+    """Then a prompt leaves its first token to be read; later the whole prompt, chunk after chunk, but now and then."""
     lookahead, slots, none = Lookahead(FLAT, FLAT), np.array([0]), np.array([0], np.uint8)
 
     def prompt() -> int:
@@ -302,6 +302,12 @@ def test_prompts_are_followed_while_somebody_drafts():
             lookahead.observe(slots, np.array([length]), none, none + emitted)
         return int(lookahead.unread[0])
 
+    assert prompt() == 1
+    for _ in range(FOLLOWED):
+        lookahead.observe(slots, np.array([1]), none, none + 1)
+    assert prompt() == 81
+    for _ in range(FOLLOWED_OF - FOLLOWED):
+        lookahead.observe(slots, np.array([1]), none, none + 1)
     assert prompt() == 1
     for _ in range(FOLLOWED):
         lookahead.observe(slots, np.array([1]), none, none + 1)
