@@ -298,7 +298,8 @@ class Scheduler:
             return None
         batch, begun = self.flying.pop(id), self._begun.pop(id)
         self.state.factors[LANDED] = now
-        slots = self.state.steps[id % self.pipeline, SLOT, : len(batch.requests)]
+        step = self.state.steps[id % self.pipeline, :, : len(batch.requests)]
+        slots = step[SLOT]
         if self.pace and result.seconds and not batch.drafts:
             self.pace.observe(batch.shape, result.seconds - result.draft_seconds)
         if self.pace and result.seconds and self.pipeline == 1:  # else it may have waited for a stage
@@ -320,9 +321,7 @@ class Scheduler:
             if result.seconds and batch.num_decodes == len(tokens) and not gone:
                 read = sum(batch.starts)
                 self.lookahead.observe_times(slots, drafted, read, result.seconds, result.draft_seconds)
-            lengths = np.array(batch.lengths)
-            lengths[: batch.num_decodes] = 1
-            self.lookahead.observe(slots, lengths, drafted, column)
+            self.lookahead.observe(slots, step[LENGTH] - step[DRAFT], drafted, column)
         return batch, gone, bytes(tokens), _land(self.handle, id, column)
 
     # The life of a sequence

@@ -25,9 +25,17 @@ class Slice(NamedTuple):
 # percent: what a token of a verification takes to read what the one before it has just read (CPU, 100 to 1,000 tokens:
 # 30 to 41; nobody has measured it on a GPU)
 AGAIN = 35
-# A draft model follows prompts in so many steps, of so many in a row without drafts. Sequences whose prompts it has not
-# followed may have too much to read for a goal; others come.
-FOLLOWED, FOLLOWED_OF = 32, 512
+FOLLOWED, FOLLOWED_OF = 32, 512  # steps in which a draft model follows prompts, of so many in a row without drafts
+
+
+def follows(idle: int) -> bool:
+    """Whether a draft model follows the prompts of a step: `idle` steps in a row, with it, have had no drafts.
+
+    Where drafts do not pay it would read prompts for nothing; but sequences that it has not followed may have too much
+    to read for a latency goal, and if none were followed nobody would draft again. The engine asks, and who counts what
+    a draft model has not read (`speculation.lookahead`), each with its own count of the steps that both see.
+    """
+    return idle % FOLLOWED_OF < FOLLOWED
 
 
 class StepShape(NamedTuple):

@@ -19,9 +19,9 @@ class Lookahead(Protocol):
         """
         ...
 
-    def observe(self, slots: Any, lengths: Any, drafted: Any, emitted: Any) -> None:
-        """A step is done: each slot (-1: none) had a slice so long (1: a decode), drafted so many tokens and yielded so
-        many in all."""
+    def observe(self, slots: Any, known: Any, drafted: Any, emitted: Any) -> None:
+        """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many and
+        yielded so many in all."""
         ...
 
     def observe_times(self, slots: Any, drafted: Any, read: int, seconds: float, draft_seconds: float) -> None:

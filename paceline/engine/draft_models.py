@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.batch import FOLLOWED, FOLLOWED_OF
+from paceline.core.batch import follows
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.drafters import Guess, Part, TokenByToken
 from paceline.engine.job import Job
@@ -79,8 +79,8 @@ class DraftModel(TokenByToken):
             self._note_blocks(job)
             sequence = job.sequence
             begin = sequence.num_followed = min(sequence.num_followed, job.work.start)
-            follows = job.undrafted or (self.idle % FOLLOWED_OF < FOLLOWED and job.end - job.work.start > 1)
-            if not follows or sequence.params.max_draft_tokens == 0 or not self._within_context(job.end):
+            wanted = job.undrafted or (follows(self.idle) and job.end - job.work.start > 1)
+            if not wanted or sequence.params.max_draft_tokens == 0 or not self._within_context(job.end):
                 continue
             length = min(job.end - begin, room)
             guess = self._guesses(job, room - length) if job.undrafted and length == job.end - begin else []

@@ -155,6 +155,6 @@ def judge(d: Drafts, g: int, s: State, at: int) -> None:
             emits[i] = 1 + num_staying(s.numbers[slot, TAG], left, drafted, d.acceptance[g])
     if some:
         observe(
-            step[SLOT, :count], step[LENGTH, :count], step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g],
-            d.group[g], d.unread[g], d.idle[g : g + 1],
+            step[SLOT, :count], step[LENGTH, :count] - step[DRAFT, :count], step[DRAFT, :count].astype(np.uint8),
+            emits[:count], d.counts[g], d.group[g], d.unread[g], d.idle[g : g + 1],
         )  # fmt: skip

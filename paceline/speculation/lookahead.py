@@ -15,7 +15,7 @@ verdicts to be made), and without that a draft that seems worth it makes things 
 drafts next to steps without any. So what seems slower of both is tried, too, as often as a small share of the time
 pays for it: the closer they are the more often. A draft model that has not drafted has to catch up first. That is an
 investment: it counts by the share that this step's tokens have in those that are to come, in full in what a try costs
-and in the seconds within a goal. Prompts it follows while somebody drafts, and else seldom (`FOLLOWED`). Drafts that
+and in the seconds within a goal. Prompts it follows while somebody drafts, and else seldom (`follows`). Drafts that
 are kept whole leave their last token to be read in the next step.
 """
 
@@ -27,7 +27,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from paceline.core.batch import AGAIN, FOLLOWED, FOLLOWED_OF
+from paceline.core.batch import AGAIN, follows
 from paceline.core.request import ASKED, COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
 from paceline.latency.step_time import StepTime
 from paceline.speculation.times import Times, width_of
@@ -102,11 +102,11 @@ class Lookahead:
         self.spare -= cost * pace
         return self._chosen, seconds * pace
 
-    def observe(self, slots: Ints, lengths: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
-        """A step is done: each slot (-1: none) had a slice so long (1: a decode), drafted so many tokens and yielded so
-        many in all."""
+    def observe(self, slots: Ints, known: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
+        """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many and
+        yielded so many in all."""
         self._grow(1 + int(slots.max(initial=-1)))
-        observe(slots, lengths, drafted, emitted, self.counts, self.group, self.unread, self.idle)
+        observe(slots, known, drafted, emitted, self.counts, self.group, self.unread, self.idle)
 
     def verification(self, seconds: float, tokens: int) -> float:
         """Of a step of so many tokens with drafts, without drafting: what it should take where the profile says so many
@@ -147,6 +147,9 @@ def _seconds(linear, token, context, tokens, read):  # type: ignore[no-untyped-d
     return table + token * tokens + context * read
 
 
+_follows = njit(types.boolean(_I64), cache=True)(follows)
+
+
 @njit(_F64(_FLOATS, _I64, _I64), cache=True)
 def _reading(linear, tokens, more):  # type: ignore[no-untyped-def]
     """What more tokens take that a pass of these only reads."""
@@ -175,7 +178,7 @@ def _survivals(numbers, drafts, running, counts, group):  # type: ignore[no-unty
 
 
 @njit(_F64(_ROW), cache=True)
-def to_come(row):  # type: ignore[no-untyped-def]
+def _to_come(row):  # type: ignore[no-untyped-def]
     """Tokens that a sequence is expected to yield: some, and as many as it has, within its limit."""
     return max(1.0, min(row[LIMIT] - row[KNOWN], ANSWER + row[KNOWN] - row[ASKED]))
 
@@ -227,7 +230,7 @@ def _best(  # type: ignore[no-untyped-def]
                     gained += more
                     missed = max(0, unread[slot] - 1)
                     late += missed
-                    owed += last + missed * min(1.0, (1 + more) / to_come(numbers[slot]))
+                    owed += last + missed * min(1.0, (1 + more) / _to_come(numbers[slot]))
             seconds = slower[1] * draft_context * draft_read
             for j in range(deepest):
                 if passes[j] > 0:
@@ -339,7 +342,7 @@ def expected(  # type: ignore[no-untyped-def]
 
 
 @njit(types.void(_ROW, _ROW, _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1], _INTS, _ROW), cache=True)
-def observe(slots, lengths, drafted, emitted, counts, group, unread, idle):  # type: ignore[no-untyped-def]
+def observe(slots, known, drafted, emitted, counts, group, unread, idle):  # type: ignore[no-untyped-def]
     group *= GROUP_KEEPS
     idle[0] = 0 if drafted.any() else idle[0] + 1
     for i in range(slots.shape[0]):
@@ -349,10 +352,10 @@ def observe(slots, lengths, drafted, emitted, counts, group, unread, idle):  # t
         counts[slot] *= KEEPS if drafted[i] > 0 else IDLE_KEEPS
         if drafted[i] > 0:
             unread[slot] = 1 + (emitted[i] > drafted[i])  # where all stayed it has not seen the last of them either
-        elif lengths[i] == 1:
+        elif known[i] == 1:
             unread[slot] += emitted[i]
         else:
-            unread[slot] = emitted[i] + (0 if idle[0] % FOLLOWED_OF < FOLLOWED else unread[slot] + lengths[i])
+            unread[slot] = emitted[i] + (0 if _follows(idle[0]) else unread[slot] + known[i])
         tried = min(drafted[i], emitted[i], MAX_DRAFT_TOKENS)  # the first that was refused is the last
         for j in range(tried):
             kept = j + 1 < emitted[i]

@@ -153,7 +153,7 @@ def test_prompts_are_followed_unless_nobody_has_drafted_for_a_while(prompts, alo
     got = generate(runner, prompts, params(max_draft_tokens=3), lookahead=later)
     assert got == alone and got.accepted == got.drafted > 50
     begin = sum(passes[:2])  # of two steps with prompts, or of the first two that draft
-    assert (begin == sum(map(len, prompts))) is (idle == 0) and (passes[2] < 11 * COUNT or idle)
+    assert (begin == sum(map(len, prompts))) is (idle == 0)
 
 
 def test_sequences_far_behind_catch_up_in_several_steps(prompts, alone):
