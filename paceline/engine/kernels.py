@@ -55,6 +55,10 @@ TOGETHER = 4 // BYTE  # int8 weights of a column that lie side by side
 TALL = 11 if HAS_AVX512 and PROCESSOR.startswith("znver") else ROWS
 REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"  # a tile's arguments
 SCRATCH = "%r12", "%r13", "%r14", "%r15"
+# The first cache of a Zen 4 waits for few lines and then stops the core, the second for more: blocks of 4 KiB in any
+# order came with 22 GB/s through the first, with 31 to 39 through the second. On Intel that was not compared.
+NEAREST = 2 if PROCESSOR.startswith("znver") else 1  # the cache that lines are fetched into ahead of their use
+FETCH = f"prefetcht{NEAREST - 1}"
 AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows
 LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since the first cache keeps few of rows that
 # lie powers of 2 apart
@@ -131,7 +135,7 @@ def _assembly(rows: int, columns: int, integer: bool, across: bool) -> str:
                 offset = COLUMNS * 2 * pair + VECTOR_BYTES // 2 * part if pairs else VECTOR_BYTES * part
                 lines.append(f"{'vpmovsxbw' if pairs else 'vmovups'} {offset}{here}, {register(weights + part)}")
             if pair == 0:
-                lines += [f"prefetcht0 ({ahead})", f"prefetcht0 64({ahead})", f"addq {gap}, {ahead}"]
+                lines += [f"{FETCH} {offset}({ahead})" for offset in (0, LINE)] + [f"addq {gap}, {ahead}"]
             for row in range(rows):
                 index = ("", f",{stride}", f",{stride},2", f",{three}")[step if across else row % 4]
                 number = 2 * step + pair if pairs else step
@@ -265,7 +269,6 @@ VECTOR, WHOLE, LONG = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntTyp
 MASK, LANES = ir.VectorType(ir.IntType(1), 16), ir.Constant(WHOLE, list(range(16)))
 HALVES, SHORTS = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 SUMS = VECTOR_BYTES // 4  # that a register holds
-FETCHED = 8 if HAS_AVX512 else 32  # lines at once: 64 of Zen 3's stop it as well
 
 
 def _at(builder, address, offset=0, kind=VECTOR):
@@ -413,6 +416,19 @@ def _over(builder, count, each, firsts, turn):
     return where(more, values, lambda values: turn(whole, left, values))
 
 
+def _each_of(builder, choice, cases):
+    """Runs cases[choice](), which build nothing that is used later."""
+    done = builder.append_basic_block("done")
+    which = builder.switch(choice, done)
+    for number, case in enumerate(cases):
+        block = builder.append_basic_block(f"case{number}")
+        which.add_case(LONG(number), block)
+        builder.position_at_end(block)
+        case()
+        builder.branch(done)
+    builder.position_at_end(done)
+
+
 def _by_hand(*kinds):
     """An intrinsic of Numba with such arguments from a function that builds it: build(builder, *arguments)."""
 
@@ -529,19 +545,16 @@ _store_floats, _add_floats, _gate_floats = (_last_of_row(kind, False) for kind i
 _store_bytes, _add_bytes, _gate_bytes = (_last_of_row(kind, True) for kind in (STORE, ADD, GATE))
 
 
-def _fetch(write: int):
-    """fetch(address): has a line of the caches ready that will be read or written soon."""
-
-    @_by_hand(I64)
-    def fetch(builder, address):
-        byte, whole = ir.IntType(8), ir.IntType(32)
-        place = _at(builder, address, 0, byte)
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), place, whole(write), whole(3), whole(1))
-
-    return fetch
+def _fetch_line(builder, address, write: int = 0, cache: int = NEAREST):
+    """Has a line of a cache, 1 or 2, ready that will be read or written soon."""
+    byte, whole = ir.IntType(8), ir.IntType(32)
+    place = _at(builder, address, 0, byte)
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), place, whole(write), whole(4 - cache), whole(1))
 
 
-_fetch_to_read, _fetch_to_write = _fetch(0), _fetch(1)
+@_by_hand(I64)
+def _fetch_to_write(builder, address):
+    _fetch_line(builder, address, 1, 1)
 
 
 @_by_hand(*[I64] * 5)
@@ -585,52 +598,60 @@ def _larger(builder, new, old):
 ELEMENTS_KEPT = (_load_some, 2), (_load_halves, 1)
 
 
-def _scores_of(rows: int, load, shift: int):
-    """score(query, keys, dims, scores): products of query [dims] and keys [rows, dims] to scores[0:rows].
+HEADS = (4, 2, 1) if HAS_AVX512 else (2, 1)  # query heads that share keys and values and are computed together
+# heads, and keys, that are scored together: so many sums are in registers
+SCORED = *((heads, SUMS // heads) for heads in HEADS), *((heads, 1) for heads in HEADS), (1, 4)
 
-    `rows` is a power of 2. Sums of a row run in the same order whatever it is: SUMS lanes over dims, then over the
-    lanes. With AVX2 8 numbers behind `scores` may be lost.
+
+def _forms(make, shapes):
+    """make(load, shift, *shape)() for each precision and shape."""
+    return [functools.partial(make, *kept, *shape) for kept in ELEMENTS_KEPT for shape in shapes]
+
+
+@_by_hand(*[I64] * 7)
+def _score_some(builder, form, query, keys, dims, ahead, scores, width):
+    """Products of query [heads, dims] and keys [rows, dims] to scores[h * width : h * width + rows] of each head; what
+    lies `ahead` bytes from the keys is fetched meanwhile. Heads and rows by `form`.
+
+    Sums run in the same order whatever it is: SUMS lanes over dims, then over the lanes.
     """
 
-    @_by_hand(*[I64] * 4)
-    def score(builder, query, keys, dims, scores):
+    def build(load, shift, heads, rows):
         def add(i, left, sums):
             mask = _mask(builder, left)
-            part, after = _load_some(builder, builder.add(query, builder.shl(i, LONG(6))), mask), []
-            place = builder.add(keys, builder.shl(i, LONG(4 + shift)))
-            for total in sums:
+            place, parts = builder.add(query, builder.shl(i, LONG(6))), []
+            for _ in range(heads):
+                parts.append(_load_some(builder, place, mask))
+                place = builder.add(place, builder.shl(dims, LONG(2)))
+            place, after = builder.add(keys, builder.shl(i, LONG(4 + shift))), list(sums)
+            for row in range(rows):
+                _fetch_line(builder, builder.add(place, ahead))
                 key = load(builder, place, mask)
-                for first in range(0, 16, SUMS):
-                    lanes = range(first, first + SUMS)
-                    total = _fma(builder, *(_pick(builder, one, one, lanes) for one in (part, key)), total)
-                after.append(total)
+                for head, part in enumerate(parts):
+                    which = head * rows + row
+                    for first in range(0, 16, SUMS):
+                        lanes = range(first, first + SUMS)
+                        pair = (_pick(builder, one, one, lanes) for one in (part, key))
+                        after[which] = _fma(builder, *pair, after[which])
                 place = builder.add(place, builder.shl(dims, LONG(shift)))
             return after
 
         zeros, lanes = ir.Constant(ir.VectorType(ir.FloatType(), SUMS), None), np.arange(SUMS)
-        sums, bit = _over(builder, dims, 16, [zeros] * rows, add), SUMS // 2
+        sums, bit = _over(builder, dims, 16, [zeros] * (heads * rows), add), SUMS // 2
         while bit:  # this bit of a lane says from which vector its sum is, while there are two
             two = len(sums) > bit
             pairs = zip(sums[:bit], sums[bit:], strict=True) if two else [(total, total) for total in sums]
             other = (lanes & bit > 0) * SUMS if two else 0
             sums = [
-                builder.fadd(_pick(builder, *pair, lanes & ~bit | other), _pick(builder, *pair, lanes | bit | other))
+                builder.fadd(_pick(builder, *pair, lanes | other), _pick(builder, *pair, lanes ^ bit | other))
                 for pair in pairs
             ]
             bit //= 2
-        if HAS_AVX512:
-            _store_some(builder, sums[0], scores, ir.Constant(MASK, [int(lane < rows) for lane in lanes]))
-        else:
-            _store(builder, sums[0], scores)
+        for head in range(heads):
+            own = _pick(builder, sums[0], sums[0], range(head * rows, (head + 1) * rows))
+            _store(builder, own, builder.add(scores, builder.mul(width, LONG(4 * head))))
 
-    return score
-
-
-# keys that are scored together, so that so many sums are in registers
-SOME, FEW = (16, 4) if HAS_AVX512 else (8, 2)
-(_score_some, _score_few, _score_one), (_half_score_some, _half_score_few, _half_score_one) = (
-    [_scores_of(rows, *kept) for rows in (SOME, FEW, 1)] for kept in ELEMENTS_KEPT
-)
+    _each_of(builder, form, _forms(build, SCORED))
 
 
 @_by_hand(I64, I64)
@@ -663,36 +684,45 @@ def _weigh(builder, scores, count):
     _loop(builder, parts, [], share)
 
 
-def _mixes_of(load, shift: int):
-    """mix(weights, values, count, dims, out): out[dims] += weights[count] values[count, dims], 64 of them at a time."""
+@_by_hand(*[I64] * 8)
+def _mix_some(builder, form, weights, width, values, count, dims, ahead, out):
+    """out[h, dims] += weights[h * width :][:count] values[count, dims] of each head, 64 or fewer dims at a time; what
+    lies `ahead` bytes from the values is fetched meanwhile. Heads by `form`."""
 
-    @_by_hand(*[I64] * 5)
-    def mix(builder, weights, values, count, dims, out):
+    def build(load, shift, heads):
+        together = 4 if HAS_AVX512 else 4 // heads  # vectors of a row: so many sums are in registers
+
         def part(i, left, nothing):
-            firsts = [builder.add(builder.shl(i, LONG(6)), LONG(16 * j)) for j in range(4)]
+            firsts = [builder.add(builder.mul(i, LONG(16 * together)), LONG(16 * j)) for j in range(together)]
             masks = [_mask(builder, left and builder.sub(dims, first)) for first in firsts]
 
             def add(t, sums):
                 row = builder.add(values, builder.shl(builder.mul(t, dims), LONG(shift)))
-                weight = _load(builder, builder.add(weights, builder.shl(t, LONG(2))), 0, ir.FloatType())
-                every, after = _spread(builder, weight), []
-                for first, mask, total in zip(firsts, masks, sums, strict=True):
-                    value = load(builder, builder.add(row, builder.shl(first, LONG(shift))), mask)
-                    after.append(_fma(builder, every, value, total))
+                place, every = builder.add(weights, builder.shl(t, LONG(2))), []
+                for _ in range(heads):
+                    every.append(_spread(builder, _load(builder, place, 0, ir.FloatType())))
+                    place = builder.add(place, builder.shl(width, LONG(2)))
+                after = list(sums)
+                for j, (first, mask) in enumerate(zip(firsts, masks, strict=True)):
+                    place = builder.add(row, builder.shl(first, LONG(shift)))
+                    _fetch_line(builder, builder.add(place, ahead))
+                    value = load(builder, place, mask)
+                    for head, weight in enumerate(every):
+                        which = head * together + j
+                        after[which] = _fma(builder, weight, value, after[which])
                 return after
 
-            places = [builder.add(out, builder.shl(first, LONG(2))) for first in firsts]
-            before = [_load_some(builder, place, mask) for place, mask in zip(places, masks, strict=True)]
-            for value, place, mask in zip(_loop(builder, count, before, add), places, masks, strict=True):
+            lines = [builder.add(out, builder.shl(builder.mul(dims, LONG(head)), LONG(2))) for head in range(heads)]
+            places = [builder.add(line, builder.shl(first, LONG(2))) for line in lines for first in firsts]
+            masks_of = masks * heads
+            before = [_load_some(builder, place, mask) for place, mask in zip(places, masks_of, strict=True)]
+            for value, place, mask in zip(_loop(builder, count, before, add), places, masks_of, strict=True):
                 _store_some(builder, value, place, mask)
             return []
 
-        _over(builder, dims, 64, [], part)
+        _over(builder, dims, 16 * together, [], part)
 
-    return mix
-
-
-_mix, _half_mix = (_mixes_of(*kept) for kept in ELEMENTS_KEPT)
+    _each_of(builder, form, _forms(build, [(heads,) for heads in HEADS]))
 
 
 # Threads that wait for each other: one parallel region holds many steps, since to start one costs 10 to 50 us.
@@ -967,51 +997,52 @@ def scores_of(count):
     return (count + 15) // 16 * 16 + 16
 
 
-@njit(types.void(*[I64] * 6), **OPTIONS)
-def _score(query, keys, count, dims, element, scores):
-    """Products of query [dims] with keys [count, dims] to scores[0:count]."""
-    row, half = 0, element == 2
+@njit(types.void(*[I64] * 9), **OPTIONS)
+def _score(form, query, keys, count, dims, element, ahead, scores, width):
+    """Products of query [HEADS[form], dims] with keys [count, dims] to scores[h * width : h * width + count]."""
+    row, kept = 0, len(SCORED) * (element == 2)
     while row < count:
-        here, place = keys + row * dims * element, scores + row * 4
-        if count - row >= SOME:
-            _half_score_some(query, here, dims, place) if half else _score_some(query, here, dims, place)
-            row += SOME
-        elif count - row >= FEW:
-            _half_score_few(query, here, dims, place) if half else _score_few(query, here, dims, place)
-            row += FEW
-        else:
-            _half_score_one(query, here, dims, place) if half else _score_one(query, here, dims, place)
-            row += 1
+        shape, left = form, count - row
+        if left < SCORED[form][1]:
+            shape = len(SCORED) - 1 if HEADS[form] == 1 and left >= SCORED[-1][1] else len(HEADS) + form
+        _score_some(kept + shape, query, keys + row * dims * element, dims, ahead, scores + row * 4, width)
+        row += SCORED[shape][1]
 
 
-@njit(types.void(*[I64] * 14), **OPTIONS)
-def _one_head(query, keys, values, table, head, kv_heads, low, high, size, scores, out, group, dims, element):
+@njit(types.void(*[I64] * 15), **OPTIONS)
+def _one_head(
+    query, keys, values, table, head, kv_heads, low, high, size, scores, out, group, dims, element, following
+):  # fmt: skip
     """One token's query heads of one key-value head over tokens [low, high); adds to out [group, dims].
 
-    While a block is in use the next one's lines are fetched, a share with every head: all at once would be more than a
-    core can wait for, and stop it. A single head fetches the first ones, where the processor's own fetching is late.
+    The processor's own fetching ends with every block. So line by line, as one is read, that of the next block is
+    fetched, and at last of the block at `following` (0: none): many at once would be more than a core can wait for.
     """
     first, last, width = low // size, (high - 1) // size, scores_of(high - low)
     places, block = carray(_longs(table), (last + 1,)), size * dims * element
-    share = min(FETCHED, (block // LINE + group - 1) // group) * LINE
     for part in (keys, values):
         for b in range(first, last + 1):
-            begin, end, here = max(b * size, low), min((b + 1) * size, high), (places[b] * kv_heads + head) * block
-            following = part + (places[b + 1] * kv_heads + head) * block if b < last else 0
-            if b == last and part == keys:
-                following = values + (places[first] * kv_heads + head) * block
-            here += part + (begin - b * size) * dims * element
-            for g in range(group):
-                if following != 0:
-                    for offset in range(g * share, (g + 1) * share, LINE):
-                        _fetch_to_read(following + offset)
-                score = scores + (g * width + begin - low) * 4
+            begin, end = max(b * size, low), min((b + 1) * size, high)
+            here = part + (places[b] * kv_heads + head) * block
+            after = following
+            if b < last:
+                after = part + (places[b + 1] * kv_heads + head) * block
+            elif part == keys:
+                after = values + (places[first] * kv_heads + head) * block
+            ahead = after - here if after != 0 else 0
+            here += (begin - b * size) * dims * element
+            g, score = 0, scores + (begin - low) * 4
+            while g < group:
+                form = 0
+                while HEADS[form] > group - g:
+                    form += 1
+                mine, to = score + g * width * 4, g * dims * 4
                 if part == keys:
-                    _score(query + g * dims * 4, here, end - begin, dims, element, score)
-                elif element == 2:
-                    _half_mix(score, here, end - begin, dims, out + g * dims * 4)
+                    _score(form, query + to, here, end - begin, dims, element, ahead, mine, width)
                 else:
-                    _mix(score, here, end - begin, dims, out + g * dims * 4)
+                    kept = len(HEADS) * (element == 2)
+                    _mix_some(kept + form, mine, width, here, end - begin, dims, ahead, out + to)
+                ahead, g = 0, g + HEADS[form]
         for g in range(group if part == keys else 0):
             _weigh(scores + g * width * 4, high - low)
 
@@ -1033,9 +1064,14 @@ def _some_rows(
         for i in range(group * dims):
             own[i] = source[i] * scale
         carray(_floats(target), (group * dims,))[:] = np.float32(0.0)
+        later = item + threads
+        then, following = (later % rows + later // rows) % rows, 0
+        if later < rows * kv_heads:
+            place = carray(_longs(table + then * width * 8), (width,))[begin[then] // size]
+            following = keys + (place * kv_heads + later // rows) * size * dims * element
         _one_head(
             query, keys, values, table + row * width * 8, head, kv_heads, begin[row], end[row], size, scores, target,
-            group, dims, element,
+            group, dims, element, following,
         )  # fmt: skip
 
 
@@ -1300,20 +1336,7 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # what rows 
 SIZES = (4, 2, 2)  # bytes of one
 LINES = 16  # of a panel that are made together
 # What a thread works with, in bytes: lines, then of the rows of a panel sums, peaks, factors and scales.
-SUMS, PEAKS, FACTORS, SCALES, PACKING = (LINES * COLUMNS * 4 + 4 * COLUMNS * i for i in range(5))
-
-
-def _each_of(builder, choice, cases):
-    """Runs cases[choice](), which build nothing that is used later."""
-    done = builder.append_basic_block("done")
-    which = builder.switch(choice, done)
-    for number, case in enumerate(cases):
-        block = builder.append_basic_block(f"case{number}")
-        which.add_case(LONG(number), block)
-        builder.position_at_end(block)
-        case()
-        builder.branch(done)
-    builder.position_at_end(done)
+TOTALS, PEAKS, FACTORS, SCALES, PACKING = (LINES * COLUMNS * 4 + 4 * COLUMNS * i for i in range(5))
 
 
 def _numbers(builder, element, address, count):
@@ -1432,7 +1455,7 @@ def _some_panels(begin, end, panels, rows, element, inner, integer, target, scal
             for i in range(COLUMNS):
                 _peak(element, source[i], inner, own + PEAKS + i * 4)
             _scales(own + PEAKS, own + FACTORS, own + SCALES)
-            carray(_ints(own + SUMS), (COLUMNS,))[:] = 0
+            carray(_ints(own + TOTALS), (COLUMNS,))[:] = 0
         for line in range(0, lines, LINES):
             count = min(LINES, lines - line)
             place = target + (panel * lines + line) * COLUMNS * 4
@@ -1440,16 +1463,16 @@ def _some_panels(begin, end, panels, rows, element, inner, integer, target, scal
             for half in (0, 64):
                 _lines(
                     element, integer, sources + 2 * half, line * each, (lines - line) * each, own + FACTORS + half,
-                    own + SUMS + half, made + (half // 2 if integer and BYTE == 2 else half),
+                    own + TOTALS + half, made + (half // 2 if integer and BYTE == 2 else half),
                 )  # fmt: skip
             if made != place:
                 _put(made, place, count * COLUMNS * 4, differs)
         if integer:
-            sums = carray(_ints(own + SUMS), (COLUMNS,))
+            sums = carray(_ints(own + TOTALS), (COLUMNS,))
             for i in range(COLUMNS):
                 sums[i] *= 128
             _put(own + SCALES, scales + panel * COLUMNS * 4, COLUMNS * 4, differs)
-            _put(own + SUMS, scales + (panels + panel) * COLUMNS * 4, COLUMNS * 4, differs)
+            _put(own + TOTALS, scales + (panels + panel) * COLUMNS * 4, COLUMNS * 4, differs)
 
 
 @njit(types.void(*[I64] * 9), parallel=True, **EXACT)

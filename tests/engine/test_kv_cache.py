@@ -44,11 +44,11 @@ def plain_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Ten
     return out
 
 
-def written(count: int, table: list[int], kv_heads: int = 2) -> torch.Tensor:
-    """Rows of the first `count` tokens of a sequence with this table, blocks of 4."""
+def written(count: int, table: list[int], kv_heads: int = 2, size: int = 4) -> torch.Tensor:
+    """Rows of the first `count` tokens of a sequence with this table."""
     positions = np.arange(count)
-    heads = np.array(table)[positions // 4][:, None] * kv_heads + np.arange(kv_heads)
-    return torch.from_numpy((heads * 4 + (positions % 4)[:, None]).ravel())
+    heads = np.array(table)[positions // size][:, None] * kv_heads + np.arange(kv_heads)
+    return torch.from_numpy((heads * size + (positions % size)[:, None]).ravel())
 
 
 def unturned(tokens: int, dims: int = 8) -> torch.Tensor:
@@ -56,22 +56,22 @@ def unturned(tokens: int, dims: int = 8) -> torch.Tensor:
 
 
 def mixed_step(
-    model: ModelConfig, parts: list[tuple[int, int]], dtype: torch.dtype, blocks: int = 64
+    model: ModelConfig, parts: list[tuple[int, int]], dtype: torch.dtype, blocks: int = 64, size: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What `attend` gives for slices (start, length) of random sequences, and what it should."""
-    cache, generator = KVCache(model, blocks, 4, dtype=dtype), torch.Generator().manual_seed(2)
+    cache, generator = KVCache(model, blocks, size, dtype=dtype), torch.Generator().manual_seed(2)
     free = torch.randperm(blocks, generator=generator).tolist()
     spans, heads, expected = [], [], []
     for start, length in parts:
-        table = [free.pop() for _ in range(-(-(start + length) // 4))]
+        table = [free.pop() for _ in range(-(-(start + length) // size))]
         q = torch.randn(length, model.heads, model.head_dim, generator=generator)
         k, v = torch.randn(2, start + length, model.kv_heads, model.head_dim, generator=generator)
         if start:
-            cache.write(0, written(start, table, model.kv_heads), k[:start], v[:start])
+            cache.write(0, written(start, table, model.kv_heads, size), k[:start], v[:start])
         spans.append(SliceSpan(start, length, table))
         heads.append(torch.cat([q, k[start:], v[start:]], dim=1).flatten(1))
         expected.append(plain_attention(q, k.to(dtype).float(), v.to(dtype).float(), start, model.windows[0]))
-    plan, whole = plan_step(spans, model, 4), torch.cat(heads)
+    plan, whole = plan_step(spans, model, size), torch.cat(heads)
     got = attend(whole, unturned(whole.shape[0], model.head_dim), None, cache, 0, model.windows[0], plan)
     return got, torch.cat(expected).flatten(1)
 
@@ -92,6 +92,19 @@ def test_attention_of_a_mixed_step(
         monkeypatch.setattr(attention.kernels, "HAS_TILES", False)
     parts = [(0, 20), (13, 30), (40, 1), (0, 1), (25, 6), (31, 1), (3, 9)]
     got, expected = mixed_step(config(window, *heads), parts, dtype)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("dims", [24, 64, 80])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (4, 1), (7, 1), (9, 1)])
+def test_attention_of_single_tokens(
+    heads: tuple[int, int], dims: int, window: int | None, dtype: torch.dtype
+) -> None:
+    """In blocks of the size that is used, of which the last one has any number of tokens."""
+    parts = [(at, 1) for at in (0, 3, 7, 15, 16, 22, 31, 46, 61)]
+    got, expected = mixed_step(config(window, *heads, dims), parts, dtype, size=16)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
