@@ -1,12 +1,14 @@
 """Steps against the floor: bytes over bandwidth, operations over GEMM peak, both measured in the same run.
 
-Decodes at several batch sizes and prompts at two lengths, in fp32 and int8, all interleaved; medians over the rounds,
-of bandwidth and peak too: both drift with what else the machine's memory serves.
+Decodes at several batch sizes and prompts at two lengths, in fp32 and int8, all interleaved. Bandwidth and peak drift
+with what else the machine's memory serves, from one round to the next by half: so a step is held against the floor and
+against one row of its own round, and what is reported are medians of these.
 """
 
 import time
 from statistics import median
 
+import numpy as np
 import torch
 
 from benchmarks import workload
@@ -97,43 +99,53 @@ def run(model: str) -> dict:
         peaks.append(gemm_peak(repeats=3))
         for kind, steps in kinds.items():
             for batch in BATCHES:
-                decodes[kind, batch] += steps.decode(batch)
+                decodes[kind, batch].append(median(steps.decode(batch)))
             for length in PROMPTS:
                 prompts[kind, length].append(steps.prefill(length))
         print(f"  round {turn + 1} of {ROUNDS}", flush=True)
-    read, peak = median(reads), median(peaks)
-    result: dict = {"read_gb_s": round(read / 1e9, 1), "gemm_gflop_s": round(peak / 1e9, 1)}
+    read, peak = np.array(reads), np.array(peaks)
+    result: dict = {"read_gb_s": round(median(reads) / 1e9, 1), "gemm_gflop_s": round(median(peaks) / 1e9, 1)}
     result["reads_gb_s"] = [round(one / 1e9, 1) for one in reads]
     for kind, steps in kinds.items():
-        result[kind] = report(steps, read, peak, kind, decodes, prompts)
+        own = ({size: np.array(times[kind, size]) for size in sizes} for times, sizes in (
+            (decodes, BATCHES), (prompts, PROMPTS)
+        ))  # fmt: skip
+        result[kind] = report(steps, read, peak, kind, *own)
     return result
 
 
-def report(steps: Steps, read: float, peak: float, kind: str, decodes: dict, prompts: dict) -> dict:
+def report(
+    steps: Steps, read: np.ndarray, peak: np.ndarray, kind: str, decodes: dict[int, np.ndarray],
+    prompts: dict[int, np.ndarray],
+) -> dict:  # fmt: skip
+    """`read` and `peak` [rounds]; of `decodes` the seconds [rounds], of `prompts` those of the step and of its linear
+    layers [rounds, 2]."""
     engine = steps.engine
     layers, head = operations(engine)
     each = engine.cache.token_bytes
     compute = peak if kind == "fp32" else 4 // kernels.BYTE * peak  # int8 products where one of float32 was
     out: dict = {"weight_bytes": engine.info.weight_bytes, "decode": {}, "prefill": {}}
-    first = median(decodes[kind, 1])
-    for batch in BATCHES:
-        seconds = median(decodes[kind, batch])
+
+    def middle(values: np.ndarray, digits: int) -> float:
+        return round(float(np.median(values)), digits)
+
+    first = decodes[1]
+    for batch, seconds in decodes.items():
         moving = (engine.info.weight_bytes + batch * CONTEXT * each) / read
         computing = batch * (layers + head) / compute
         out["decode"][batch] = {
-            "ms": round(1e3 * seconds, 2),
-            "tokens_s": round(batch / seconds, 1),
-            "floor_ms": {"bytes": round(1e3 * moving, 2), "operations": round(1e3 * computing, 2)},
-            "fraction_of_floor": round(max(moving, computing) / seconds, 3),
-            "time_over_batch_1": round(seconds / first, 3),
-            "tokens_s_over_batch_1": round(batch * first / seconds, 2),
+            "ms": middle(1e3 * seconds, 2),
+            "tokens_s": middle(batch / seconds, 1),
+            "floor_ms": {"bytes": middle(1e3 * moving, 2), "operations": middle(1e3 * computing, 2)},
+            "fraction_of_floor": middle(np.maximum(moving, computing) / seconds, 3),
+            "time_over_batch_1": middle(seconds / first, 3),
+            "tokens_s_over_batch_1": middle(batch * first / seconds, 2),
         }
-    for length in PROMPTS:
-        whole, linear = (median(part) for part in zip(*prompts[kind, length], strict=True))
+    for length, (whole, linear) in ((length, times.T) for length, times in prompts.items()):
         out["prefill"][length] = {
-            "ms": round(1e3 * whole, 1),
-            "tokens_s": round(length / whole, 1),
-            "linear_fraction_of_peak": round(length * layers / compute / linear, 3),
-            "step_fraction_of_peak": round(length * layers / compute / whole, 3),
+            "ms": middle(1e3 * whole, 1),
+            "tokens_s": middle(length / whole, 1),
+            "linear_fraction_of_peak": middle(length * layers / compute / linear, 3),
+            "step_fraction_of_peak": middle(length * layers / compute / whole, 3),
         }
     return out

@@ -10,6 +10,7 @@ elsewhere torch's attention gets them gathered.
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +64,7 @@ class StepPlan:
     """One step's metadata. Chunks and rows are kept by window size, since layers may differ in it."""
 
     positions: Tensor  # [tokens]
+    end: int  # all of them are below
     rows_written: Tensor  # [tokens * kv_heads], of KVCache.write
     chunks: dict[int | None, list[Chunk]]
     rows: dict[int | None, Rows | None]
@@ -87,25 +89,40 @@ class StepPlan:
 def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, device: str = "cpu") -> StepPlan:
     """Prepares a step of these slices."""
     held = [span.blocks if isinstance(span.blocks, array) else array("q", span.blocks) for span in spans]
+    alone = [span.length == 1 or span.drafted for span in spans]
     slices = np.array([
-        (span.start, span.length, blocks.buffer_info()[0], len(blocks), span.length == 1 or span.drafted)
-        for span, blocks in zip(spans, held, strict=True)
+        (span.start, span.length, blocks.buffer_info()[0], len(blocks), single)
+        for span, blocks, single in zip(spans, held, alone, strict=True)
     ], np.int64)  # fmt: skip
-    lengths, alone, windows = slices[:, layout.LENGTH], slices[:, layout.ROWS] > 0, set(config.windows)
-    positions = np.empty(lengths.sum(), np.int64)
-    written = np.empty(len(positions) * config.kv_heads, np.int64)
-    layout.place_tokens(slices, block_size, config.kv_heads, positions, written)
-    begins = zip(np.cumsum(lengths) - lengths, spans, alone, strict=True) if not alone.all() else ()
-    chunks = [(int(begin), span) for begin, span, row in begins if not row]
+    # Plain numbers: between passes over the weights a call of NumPy's takes ten microseconds or more.
+    tokens, end = sum(span.length for span in spans), max(span.start + span.length for span in spans)
+    mine, windows = [span for span, single in zip(spans, alone, strict=True) if single], set(config.windows)
+    longest = max((span.start + span.length for span in mine), default=0)
+    count, width = sum(span.length for span in mine), -(-longest // block_size)
+    positions, written = np.empty(tokens, np.int64), np.empty(tokens * config.kv_heads, np.int64)
+    index, high, table = np.empty(count, np.int64), np.empty(count, np.int64), np.zeros((count, width), np.int64)
+    layout.place(slices, block_size, config.kv_heads, positions, written, index, high, table)
+    begins = zip(accumulate((span.length for span in spans), initial=0), spans, alone, strict=False)
+    chunks = [(begin, span) for begin, span, single in begins if not single]
+    own = [_tensor(one, device) for one in (index, table, high)]
     return StepPlan(
-        positions=torch.from_numpy(positions).to(device),
-        rows_written=torch.from_numpy(written).to(device),
+        positions=_tensor(positions, device),
+        end=end,
+        rows_written=_tensor(written, device),
         chunks={
             window: [_plan_chunk(*at, window, config.kv_heads, block_size, device) for at in chunks]
             for window in windows
         },
-        rows=_plan_rows(slices, windows, block_size, device) if alone.any() else dict.fromkeys(windows),
+        rows={
+            window: _rows_within(window, *own, high, longest, width * block_size, device) if mine else None
+            for window in windows
+        },
     )
+
+
+def _tensor(values: np.ndarray, device: str) -> Tensor:
+    tensor = torch.from_numpy(values)
+    return tensor if device == "cpu" else tensor.to(device)
 
 
 def _plan_chunk(
@@ -135,32 +152,21 @@ def _mask(start: int, length: int, first: int, window: int | None) -> Tensor:
     return torch.zeros(back.shape).masked_fill_(hidden, float("-inf"))
 
 
-def _plan_rows(
-    slices: np.ndarray, windows: set[int | None], block_size: int, device: str
-) -> dict[int | None, Rows | None]:
-    mine = slices[slices[:, layout.ROWS] > 0]
-    width = int(-(-(mine[:, layout.START] + mine[:, layout.LENGTH]).max() // block_size))
-    index, high = np.empty((2, mine[:, layout.LENGTH].sum()), np.int64)
-    table = np.zeros((len(index), width), np.int64)
-    layout.place_rows(slices, block_size, index, high, table)
-    tensors = [torch.from_numpy(one).to(device) for one in (index, table, high)]
-    return {window: _rows_within(window, *tensors, high, width * block_size, device) for window in windows}
-
-
 def _rows_within(
-    window: int | None, index: Tensor, table: Tensor, high: Tensor, ends: np.ndarray, tokens: int, device: str
-) -> Rows:
+    window: int | None, index: Tensor, table: Tensor, high: Tensor, ends: np.ndarray, longest: int, tokens: int,
+    device: str,
+) -> Rows:  # fmt: skip
     low = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     mask = None
     if not _in_place(device):
         token = np.arange(tokens)
         hidden = torch.from_numpy((token >= ends[:, None]) | (token < low[:, None]))
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None].to(device)
-    return Rows(index, table, torch.from_numpy(low).to(device), high, mask, int((ends - low).max()))
+    return Rows(index, table, _tensor(low, device), high, mask, min(longest, window or longest))
 
 
 def _in_place(device: str) -> bool:
-    return kernels is not None and torch.device(device).type == "cpu"
+    return kernels is not None and device == "cpu"
 
 
 def _tiled(device: str) -> bool:
@@ -185,7 +191,7 @@ def attend(
     rows = plan.rows[window]
     split = heads.view(count, -1, dims)
     queries = split[:, : split.shape[1] - 2 * kv]
-    if _in_place(heads.device):
+    if _in_place(heads.device.type):
         _store_in_place(heads, turns, norms, cache, layer, plan)
     else:
         _store(split, turns, norms, cache, layer, plan)

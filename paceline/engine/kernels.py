@@ -36,7 +36,7 @@ if platform.machine() not in ("x86_64", "AMD64"):
     raise ImportError("these kernels are written for x86-64")  # torch's operators take their place
 binding.initialize_native_asmparser()
 numba.config.THREADING_LAYER = "omp"
-numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
+STARTED = numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
 
 # what is compiled for: this processor, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise
 _, PROCESSOR, _features = cpu_target.target_context.codegen().magic_tuple()
@@ -1524,4 +1524,4 @@ def _together(threads: int) -> int:
 
 def num_threads() -> int:
     """As many as torch uses."""
-    return _together(min(torch.get_num_threads(), numba.get_num_threads()))
+    return _together(min(torch.get_num_threads(), STARTED))

@@ -14,10 +14,24 @@ OPTIONS = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
 @njit(**OPTIONS)
-def place_tokens(
+def place(
+    slices: np.ndarray, size: int, kv_heads: int, positions: np.ndarray, written: np.ndarray, index: np.ndarray,
+    ends: np.ndarray, table: np.ndarray,
+) -> None:  # fmt: skip
+    """positions [tokens] in their sequences; written [tokens * kv_heads], rows of `KVCache.rows`.
+
+    Of the tokens that are rows: index among the step's tokens, how many tokens they see, and block ids [rows, most]
+    (zeros behind those). Threads take rows in turn: longest first gives them about the same work.
+    """
+    _place_tokens(slices, size, kv_heads, positions, written)
+    if len(index):
+        _place_rows(slices, size, index, ends, table)
+
+
+@njit(**OPTIONS)
+def _place_tokens(
     slices: np.ndarray, size: int, kv_heads: int, positions: np.ndarray, rows: np.ndarray
 ) -> None:
-    """positions [tokens] in their sequences; rows [tokens * kv_heads] of `KVCache.rows`."""
     at = 0
     for line in slices:
         end = line[START] + line[LENGTH]
@@ -32,9 +46,7 @@ def place_tokens(
 
 
 @njit(**OPTIONS)
-def place_rows(slices: np.ndarray, size: int, index: np.ndarray, ends: np.ndarray, table: np.ndarray) -> None:
-    """Of the tokens that are rows: index among the step's tokens, how many tokens they see, and block ids (zeros behind
-    those). Threads take rows in turn: longest first gives them about the same work."""
+def _place_rows(slices: np.ndarray, size: int, index: np.ndarray, ends: np.ndarray, table: np.ndarray) -> None:
     count, at = len(index), 0
     seen, place, owner = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
     begin = 0

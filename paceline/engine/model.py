@@ -69,14 +69,15 @@ class FileEmbedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         count, width = self.table.shape
-        rows = torch.empty(len(tokens), width, dtype=self.table.dtype)
-        memory, size = memoryview(rows.view(torch.uint8).numpy().reshape(-1)), width * self.table.element_size()
+        size = width * self.table.element_size()
+        rows = bytearray(len(tokens) * size)
+        memory = memoryview(rows)
         for place, token in enumerate(tokens.tolist()):
             assert 0 <= token < count
             into = memory[place * size : (place + 1) * size]
             if os.preadv(self.file, (into,), self.begin + token * size) != size:
                 raise OSError(f"{self.path}: it is shorter than it was")
-        return rows.float()
+        return torch.frombuffer(rows, dtype=self.table.dtype).view(-1, width).float()
 
 
 class HeldEmbedding:
@@ -121,7 +122,7 @@ class Decoder:
     ):
         """`config` is of the part. Only a first stage has an embedding, only a last one norm and head."""
         self.config, self.embedding, self.layers, self.norm, self.head = config, embedding, layers, norm, head
-        self.device, self.peers = torch.device(device), peers
+        self.device, self.peers = device, peers
         self.sums = peers is not None and peers.place.parallel.tensor > 1
         inv_freq, factor = frequencies(config.rope, config.head_dim)
         self.rotations = Rotations(inv_freq.to(self.device), factor)
@@ -129,8 +130,9 @@ class Decoder:
 
     def first(self, layers: int) -> "Decoder":
         """The model that ends after its first layers: the same weights, norm and head."""
-        config, device = self.config.first(layers), str(self.device)
-        return Decoder(config, self.embedding, self.layers[:layers], self.norm, self.head, device)
+        return Decoder(
+            self.config.first(layers), self.embedding, self.layers[:layers], self.norm, self.head, self.device
+        )
 
     def _addresses(self) -> np.ndarray | None:
         """A line of `kernels.decoder_layers` for each layer; None where its kernels cannot run all of them."""
@@ -158,7 +160,7 @@ class Decoder:
         """What the layers make of hidden states [tokens, hidden], which they change."""
         if not self.layers:
             return x
-        turns = self.rotations(plan.positions)
+        turns = self.rotations(plan.positions, plan.end)
         if self.addresses is not None:
             self._run_fused(x, turns, plan, cache, progress)
             return x

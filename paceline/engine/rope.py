@@ -83,13 +83,12 @@ class Rotations:
         self.inv_freq, self.factor = inv_freq, factor
         self.table = rotations(inv_freq, factor, torch.arange(0, device=inv_freq.device))
 
-    def __call__(self, positions: Tensor) -> Tensor:
-        """[tokens, 1, head_dim / 2] complex64."""
-        highest = int(positions.max()) if positions.device.type == "cpu" else self.KEPT
-        if highest >= self.KEPT:
+    def __call__(self, positions: Tensor, end: int) -> Tensor:
+        """Of positions [tokens] below `end`: [tokens, 1, head_dim / 2] complex64."""
+        if end > self.KEPT or positions.device.type != "cpu":
             return rotations(self.inv_freq, self.factor, positions)
-        if highest >= len(self.table):
-            self.table = rotations(self.inv_freq, self.factor, torch.arange(1 << highest.bit_length()))
+        if end > len(self.table):
+            self.table = rotations(self.inv_freq, self.factor, torch.arange(1 << (end - 1).bit_length()))
         return self.table.index_select(0, positions)
 
 

@@ -323,7 +323,10 @@ class ModelRunner:
             for job in some:
                 job.first_row, end = len(rows), job.begin + job.span.length
                 rows += range(end - 1 - len(job.draft), end)
-            logits = self.decoder.logits(hidden.index_select(0, torch.tensor(rows, device=self.device)))
+            every = len(rows) == len(hidden)
+            logits = self.decoder.logits(
+                hidden if every else hidden.index_select(0, torch.tensor(rows, device=self.device))
+            )
             seconds += perf_counter() - started
             some = [] if logits is None else [job for job in some if not job.error]
             self._judge([job for job in some if job.draft_rows], logits)

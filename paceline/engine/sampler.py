@@ -15,6 +15,7 @@ On a CPU the work is done by the kernels of `sample_kernels` (exact, no sorting)
 torch operations (`stock_sampler`), which draw the same tokens up to rounding.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -189,9 +190,8 @@ def threads(size: int) -> int:
 
 def _argmax(array: np.ndarray) -> list[int]:
     """The lowest id of each row's largest logit; -1 where that is a NaN (NumPy's argmax finds it) or infinite."""
-    tokens = array.argmax(axis=1)
-    peaks = array[np.arange(len(array)), tokens]
-    return np.where(np.isfinite(peaks), tokens, -1).tolist()
+    tokens = array.argmax(axis=1).tolist()
+    return [token if math.isfinite(array.item(row, token)) else -1 for row, token in enumerate(tokens)]
 
 
 @contextmanager
@@ -199,9 +199,9 @@ def _penalised(array: np.ndarray, states: list[SamplingState]) -> Iterator[None]
     """Inside, the rows are as their penalties want them; afterwards as they were. No row is copied."""
     before = []
     try:
-        for row, state in zip(array, states, strict=True):
+        for row, state in enumerate(states):
             if state.penalties.active:
-                before.append((row, state.penalties.apply(row)))
+                before.append((array[row], state.penalties.apply(array[row])))
         yield
     finally:
         for row, values in before:
