@@ -1,8 +1,8 @@
 """Steps against the floor: bytes over bandwidth, operations over GEMM peak, both measured in the same run.
 
 Decodes at several batch sizes and prompts at two lengths, in fp32 and int8, all interleaved. Bandwidth and peak drift
-with what else the machine's memory serves, from one round to the next by half: so a step is held against the floor and
-against one row of its own round, and what is reported are medians of these.
+with what else the machine's memory serves, within seconds by half: so before every batch both bandwidth and one row are
+measured, and what is reported are medians of the ratios to these.
 """
 
 import time
@@ -91,35 +91,34 @@ def operations(engine: ModelRunner) -> tuple[int, int]:
 def run(model: str) -> dict:
     path = checkpoint(model)
     kinds = {kind: Steps(path, quantization) for kind, quantization in (("fp32", "none"), ("int8", "int8"))}
-    reads, peaks = [], []
+    peaks = []
     decodes = {(kind, batch): [] for kind in kinds for batch in BATCHES}
     prompts = {(kind, length): [] for kind in kinds for length in PROMPTS}
     for turn in range(ROUNDS):
-        reads.append(bandwidth(repeats=3))
         peaks.append(gemm_peak(repeats=3))
         for kind, steps in kinds.items():
             for batch in BATCHES:
-                decodes[kind, batch].append(median(steps.decode(batch)))
+                read, first = bandwidth(repeats=2), median(steps.decode(1))
+                decodes[kind, batch].append((read, first, median(steps.decode(batch))))
             for length in PROMPTS:
                 prompts[kind, length].append(steps.prefill(length))
         print(f"  round {turn + 1} of {ROUNDS}", flush=True)
-    read, peak = np.array(reads), np.array(peaks)
+    reads = [read for times in decodes.values() for read, *_ in times]
     result: dict = {"read_gb_s": round(median(reads) / 1e9, 1), "gemm_gflop_s": round(median(peaks) / 1e9, 1)}
-    result["reads_gb_s"] = [round(one / 1e9, 1) for one in reads]
+    result["reads_gb_s"] = [round(float(one) / 1e9, 1) for one in np.percentile(reads, (0, 25, 50, 75, 100))]
     for kind, steps in kinds.items():
-        own = ({size: np.array(times[kind, size]) for size in sizes} for times, sizes in (
+        own = ({size: np.array(times[kind, size]).T for size in sizes} for times, sizes in (
             (decodes, BATCHES), (prompts, PROMPTS)
         ))  # fmt: skip
-        result[kind] = report(steps, read, peak, kind, *own)
+        result[kind] = report(steps, np.array(peaks), kind, *own)
     return result
 
 
 def report(
-    steps: Steps, read: np.ndarray, peak: np.ndarray, kind: str, decodes: dict[int, np.ndarray],
-    prompts: dict[int, np.ndarray],
-) -> dict:  # fmt: skip
-    """`read` and `peak` [rounds]; of `decodes` the seconds [rounds], of `prompts` those of the step and of its linear
-    layers [rounds, 2]."""
+    steps: Steps, peak: np.ndarray, kind: str, decodes: dict[int, np.ndarray], prompts: dict[int, np.ndarray]
+) -> dict:
+    """`peak` [rounds]; of `decodes` the bandwidth before, then the seconds of one row and of all [3, rounds], of
+    `prompts` those of the step and of its linear layers [2, rounds]."""
     engine = steps.engine
     layers, head = operations(engine)
     each = engine.cache.token_bytes
@@ -129,8 +128,7 @@ def report(
     def middle(values: np.ndarray, digits: int) -> float:
         return round(float(np.median(values)), digits)
 
-    first = decodes[1]
-    for batch, seconds in decodes.items():
+    for batch, (read, first, seconds) in decodes.items():
         moving = (engine.info.weight_bytes + batch * CONTEXT * each) / read
         computing = batch * (layers + head) / compute
         out["decode"][batch] = {
@@ -141,7 +139,7 @@ def report(
             "time_over_batch_1": middle(seconds / first, 3),
             "tokens_s_over_batch_1": middle(batch * first / seconds, 2),
         }
-    for length, (whole, linear) in ((length, times.T) for length, times in prompts.items()):
+    for length, (whole, linear) in prompts.items():
         out["prefill"][length] = {
             "ms": middle(1e3 * whole, 1),
             "tokens_s": middle(length / whole, 1),

@@ -104,7 +104,7 @@ def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, devi
     layout.place(slices, block_size, config.kv_heads, positions, written, index, high, table)
     begins = zip(accumulate((span.length for span in spans), initial=0), spans, alone, strict=False)
     chunks = [(begin, span) for begin, span, single in begins if not single]
-    own = [_tensor(one, device) for one in (index, table, high)]
+    own = (_tensor(index, device), _tensor(table, device), _tensor(high, device))
     return StepPlan(
         positions=_tensor(positions, device),
         end=end,

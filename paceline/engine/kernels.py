@@ -59,7 +59,8 @@ SCRATCH = "%r12", "%r13", "%r14", "%r15"
 # order came with 22 GB/s through the first, with 31 to 39 through the second. On Intel that was not compared.
 NEAREST = 2 if PROCESSOR.startswith("znver") else 1  # the cache that lines are fetched into ahead of their use
 FETCH = f"prefetcht{NEAREST - 1}"
-AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows
+AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows; for more
+# than two of them twice as many: a core that computes more looks less far ahead by itself
 LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since the first cache keeps few of rows that
 # lie powers of 2 apart
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
@@ -258,7 +259,7 @@ def _fetching(rows, w, nbytes, following):
     halves = 1 if HAS_AVX512 or rows <= ALL_COLUMNS else 2
     passes = ((rows + TALL - 1) // TALL if rows > ROWS else 1) * halves
     if passes == 1:
-        return w + AHEAD, 2 * LINE, 0
+        return w + (AHEAD if rows <= 2 else 2 * AHEAD), 2 * LINE, 0
     part = nbytes // passes // LINE * LINE
     return following, part // (nbytes // (2 * LINE)) + 1, part * halves
 
