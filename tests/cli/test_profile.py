@@ -21,7 +21,6 @@ from paceline.cli.sources import BUILTIN
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Parallel
 from paceline.core.request import COMPUTED, KNOWN, LIMIT, NUM_COLUMNS, SLO
-from paceline.engine.kernels import HAS_TILES
 from paceline.engine.linear import QUANTIZATIONS
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
@@ -58,17 +57,16 @@ def test_which_draft_pays(tmp_path):
     for words in ("acceptance", "predicted", "measured", "coder-draft", "ngram", "drafter:"):
         assert words in done.stdout, words
     results = json.loads(file.read_text())
-    drafts = ["coder-draft", "ngram"]
-    if HAS_TILES:  # draft models are in int8 then, unless something else is asked for
-        drafts.insert(0, "coder-draft, quantization: int8")
+    plain = "coder-draft, quantization: none"
+    drafts = ["coder-draft, quantization: int8", plain, "ngram"]  # draft models are in int8 unless asked otherwise
     assert [(one["draft"], one["temperature"]) for one in results] == [
         (draft, temperature) for draft in drafts for temperature in (0.0, 0.8, 1.0)
     ]
     for one in results:
         assert 0 < one["acceptance"] < 1 and one["widths"]["1"] == 1 and len(one["predicted"]) == 8
         assert one["cost"] > 0 and one["measured"] > 0
-    costs = {draft: sum(one["cost"] for one in results if one["draft"] == draft) for draft in ("coder-draft", "ngram")}
-    assert costs["coder-draft"] > costs["ngram"]
+    costs = {draft: sum(one["cost"] for one in results if one["draft"] == draft) for draft in (plain, "ngram")}
+    assert costs[plain] > costs["ngram"]
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
