@@ -267,7 +267,7 @@ def _fetching(rows, w, nbytes, following):
 # Vector instructions by hand: loops over memory that may overlap stay scalar, ten times slower.
 
 VECTOR, WHOLE, LONG = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16), ir.IntType(64)
-MASK, LANES = ir.VectorType(ir.IntType(1), 16), ir.Constant(WHOLE, list(range(16)))
+LANES = ir.Constant(WHOLE, list(range(16)))
 HALVES, SHORTS = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 SUMS = VECTOR_BYTES // 4  # that a register holds
 

@@ -12,7 +12,7 @@ import torch
 from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
-from paceline.core.batch import FOLLOWED
+from paceline.core.batch import FOLLOWED, FOLLOWED_OF, follows
 from paceline.core.request import SamplingParams
 from paceline.engine.config import ModelError
 from paceline.engine.draft_models import DraftModel
@@ -143,7 +143,7 @@ class Later(Lookahead):
         return drafts * (self.steps > 10), 0.0
 
 
-@pytest.mark.parametrize("idle", [0, FOLLOWED])
+@pytest.mark.parametrize("idle", [0, FOLLOWED, FOLLOWED_OF])
 def test_prompts_are_followed_unless_nobody_has_drafted_for_a_while(prompts, alone, idle):
     runner = load(str(CODER))
     runner.drafter.idle = idle
@@ -153,7 +153,7 @@ def test_prompts_are_followed_unless_nobody_has_drafted_for_a_while(prompts, alo
     got = generate(runner, prompts, params(max_draft_tokens=3), lookahead=later)
     assert got == alone and got.accepted == got.drafted > 50
     begin = sum(passes[:2])  # of two steps with prompts, or of the first two that draft
-    assert (begin == sum(map(len, prompts))) is (idle == 0)
+    assert (begin == sum(map(len, prompts))) is follows(idle)
 
 
 def test_sequences_far_behind_catch_up_in_several_steps(prompts, alone):
