@@ -14,20 +14,20 @@ NAMES = [
     "tails", "speculation", "drafts", "placement", "alpaserve", "parallel", "dispatch", "loading", "simulation",
     "bubbles", "lookahead", "faults",
 ]  # fmt: skip
-HOURS = ["exactness"]  # only by name
+APART = ["exactness", "gpu"]  # only by name: hours, or a GPU
 SHAPES = ["qwen2.5-0.5b", "llama-3.2-1b"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    known = f"of {', '.join(NAMES)}, all by default; or {', '.join(HOURS)}"
+    known = f"of {', '.join(NAMES)}, all by default; or {', '.join(APART)}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=known)
     parser.add_argument("--models", help="shapes or cases, comma-separated; default: all of a benchmark")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     for name in options.names:
-        if name not in NAMES + HOURS:
-            parser.error(f"NAME: {name!r} is not one of {', '.join(NAMES + HOURS)}")
+        if name not in NAMES + APART:
+            parser.error(f"NAME: {name!r} is not one of {', '.join(NAMES + APART)}")
     options.out.mkdir(parents=True, exist_ok=True)
     for name in options.names or NAMES:
         module, file = importlib.import_module(f"benchmarks.{name}"), options.out / f"{name}.json"

@@ -24,7 +24,6 @@ from paceline.core.work import NewSequence, SliceWork
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline
 
-BLOCK = 16
 CHUNK = 256
 POLICIES = ("request_level", "orca", "prefill_first", "sarathi_2023", "sarathi_serve", "paceline")
 BASELINE = POLICIES[0]
@@ -60,7 +59,7 @@ def run(model: str) -> dict:
         checkpoint(model),
         max_batch_tokens=longest * widest,  # request-level and Orca take all prompts in one step
         max_batch=2 * widest,
-        num_blocks=2 * widest * (longest // BLOCK + 1),
+        num_blocks=2 * widest * (longest // 16 + 1),
         context=longest + 1,
     )
     result: dict = {"threads": torch.get_num_threads(), "gemm_gflop_s": round(gemm_peak() / 1e9, 1)}
@@ -79,11 +78,11 @@ def run(model: str) -> dict:
 
 def decode_cost(runner: ModelRunner, rounds: int, context: int = 1024) -> dict:
     """Table 2: milliseconds of a 1,024-token prompt, of decodes alone, and of both in one step of 1,024 tokens."""
-    whole, decodes = 1024, 3
+    whole, decodes, block = 1024, 3, runner.info.block_size
     prompt = [300 + i for i in range(context)]
-    each = context // BLOCK + 1
+    each = context // block + 1
     tables = [list(range(i * each, (i + 1) * each)) for i in range(decodes + 2)]
-    long = range((decodes + 2) * each, (decodes + 2) * each + whole // BLOCK)
+    long = range((decodes + 2) * each, (decodes + 2) * each + -(-whole // block))
     steps = {
         "prompt of 1024": (whole, 0),
         "prompt of 1021": (whole - decodes, 0),
@@ -122,15 +121,15 @@ def decode_cost(runner: ModelRunner, rounds: int, context: int = 1024) -> dict:
     }
 
 
-def config(policy: str, batch: int, chunk: int, length: int) -> GroupConfig:
+def config(policy: str, batch: int, chunk: int, length: int, block: int) -> GroupConfig:
     return GroupConfig(
         policy=policy,
         scheduler=SchedulerConfig(
             # 2023's chunk excludes the decodes, 2024's budget includes them: the same chunk beside a full batch
             chunk if policy == "sarathi_2023" else chunk + batch - 1,
             batch,
-            BLOCK,
-            2 * batch * (length // BLOCK + 1),
+            block,
+            2 * batch * (length // block + 1),
             max_num_batched_tokens=length * batch,
         ),
     )
@@ -152,18 +151,18 @@ def compare(
     runner: ModelRunner, length: int, batch: int, ratio: float, chunk: int, policies: tuple[str, ...], rounds: int
 ) -> dict:
     """Every policy's seconds over those of request-level batches, and what its decodes cost beside theirs."""
-    output = max(2, round(length / (ratio + 1)))
+    output, block = max(2, round(length / (ratio + 1))), runner.info.block_size
     rng = Random(f"{length} {batch} {ratio}")
     prompts = [[rng.randrange(300, 8000) for _ in range(length - output)] for _ in range(2 * batch)]
     seconds, gaps = defaultdict(list), defaultdict(list)
     alone, riding = [], []
     for turn in range(rounds):
-        chunks = sample(runner, config("sarathi_2023", 1, chunk, length), prompts[:2], 1)
+        chunks = sample(runner, config("sarathi_2023", 1, chunk, length, block), prompts[:2], 1)
         by_start = defaultdict(list)
         for step, took in chunks:
             by_start[step.starts[0], step.lengths[0]].append(took)
         for policy in policies[turn % len(policies) :] + policies[: turn % len(policies)]:
-            steps = sample(runner, config(policy, batch, chunk, length), prompts, output)
+            steps = sample(runner, config(policy, batch, chunk, length, block), prompts, output)
             seconds[policy].append(sum(took for _, took in steps))
             gaps[policy].append(max(took for step, took in steps if step.shape.decodes))
             if policy == BASELINE:
@@ -199,12 +198,12 @@ def marginal(steps: list[tuple[Batch, float]], chunks: dict[tuple[int, int], lis
 
 def prompt_alone(runner: ModelRunner, chunk: int, plan: Plan) -> dict:
     """A prompt's seconds in chunks, over those in one step (the paper's chunking overhead)."""
-    length = plan.points[0][0]
+    length, block = plan.points[0][0], runner.info.block_size
     prompts = [[300 + i % 7000 for i in range(length)]]
     ratios = []
     for _ in range(2 * plan.rounds):
         parts, whole = (
-            sum(took for _, took in sample(runner, config("sarathi_2023", 1, size, length), prompts, 1))
+            sum(took for _, took in sample(runner, config("sarathi_2023", 1, size, length, block), prompts, 1))
             for size in (chunk, length)
         )
         ratios.append(parts / whole)

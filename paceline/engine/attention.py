@@ -3,8 +3,8 @@
 Everything that depends on the step and not on the layer (rows, block tables, masks) is made once, in `plan_step`.
 Slices of one token (decodes) and verifications are rows of one batched operation; longer ones (prompt chunks) run one
 by one, and a token's bits do not depend on how long its chunk was, if it was not alone. Query heads that share a
-key-value head are handled without copies. On CPU our own kernels read keys and values where they lie (`kernels.py`);
-elsewhere torch's attention gets them gathered.
+key-value head are handled without copies. Our own kernels read keys and values where they lie (`kernels.py`); on
+processors that they cannot run on torch's attention gets them gathered. GPUs have `gpu.py` instead.
 """
 
 from array import array
@@ -86,7 +86,7 @@ class StepPlan:
         return plans, np.array(whole, np.int64).reshape(-1, kernels.CHUNK_FIELDS)
 
 
-def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, device: str = "cpu") -> StepPlan:
+def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int) -> StepPlan:
     """Prepares a step of these slices."""
     held = [span.blocks if isinstance(span.blocks, array) else array("q", span.blocks) for span in spans]
     alone = [span.length == 1 or span.drafted for span in spans]
@@ -104,42 +104,34 @@ def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int, devi
     layout.place(slices, block_size, config.kv_heads, positions, written, index, high, table)
     begins = zip(accumulate((span.length for span in spans), initial=0), spans, alone, strict=False)
     chunks = [(begin, span) for begin, span, single in begins if not single]
-    own = (_tensor(index, device), _tensor(table, device), _tensor(high, device))
+    own = (torch.from_numpy(index), torch.from_numpy(table), torch.from_numpy(high))
     return StepPlan(
-        positions=_tensor(positions, device),
+        positions=torch.from_numpy(positions),
         end=end,
-        rows_written=_tensor(written, device),
+        rows_written=torch.from_numpy(written),
         chunks={
-            window: [_plan_chunk(*at, window, config.kv_heads, block_size, device) for at in chunks]
-            for window in windows
+            window: [_plan_chunk(*at, window, config.kv_heads, block_size) for at in chunks] for window in windows
         },
         rows={
-            window: _rows_within(window, *own, high, longest, width * block_size, device) if mine else None
+            window: _rows_within(window, *own, high, longest, width * block_size) if mine else None
             for window in windows
         },
     )
 
 
-def _tensor(values: np.ndarray, device: str) -> Tensor:
-    tensor = torch.from_numpy(values)
-    return tensor if device == "cpu" else tensor.to(device)
-
-
-def _plan_chunk(
-    begin: int, span: SliceSpan, window: int | None, kv_heads: int, block_size: int, device: str
-) -> Chunk:
+def _plan_chunk(begin: int, span: SliceSpan, window: int | None, kv_heads: int, block_size: int) -> Chunk:
     start, length, blocks, _ = span
     stop = start + length
     table = torch.from_numpy(np.array(blocks[: -(-stop // block_size)], np.int64))
-    if _tiled(device):
+    if _tiled():
         return Chunk(begin, begin + length, start, table)
     windowed = window is not None and window < stop
     first = max(0, start - window + 1) // block_size if windowed else 0
-    index = block_rows(table[first:], kv_heads).flatten().to(device)
+    index = block_rows(table[first:], kv_heads).flatten()
     first *= block_size
-    # Without a window a causal chunk is computed in two parts on CPU, and needs no mask.
-    mask = _mask(start, length, first, window) if windowed or (start > 0 and device != "cpu") else None
-    return Chunk(begin, begin + length, start, table, first, index, None if mask is None else mask.to(device))
+    # Without a window a causal chunk is computed in two parts, and needs no mask.
+    mask = _mask(start, length, first, window) if windowed else None
+    return Chunk(begin, begin + length, start, table, first, index, mask)
 
 
 def _mask(start: int, length: int, first: int, window: int | None) -> Tensor:
@@ -153,24 +145,19 @@ def _mask(start: int, length: int, first: int, window: int | None) -> Tensor:
 
 
 def _rows_within(
-    window: int | None, index: Tensor, table: Tensor, high: Tensor, ends: np.ndarray, longest: int, tokens: int,
-    device: str,
+    window: int | None, index: Tensor, table: Tensor, high: Tensor, ends: np.ndarray, longest: int, tokens: int
 ) -> Rows:  # fmt: skip
     low = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     mask = None
-    if not _in_place(device):
+    if kernels is None:
         token = np.arange(tokens)
         hidden = torch.from_numpy((token >= ends[:, None]) | (token < low[:, None]))
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None].to(device)
-    return Rows(index, table, _tensor(low, device), high, mask, min(longest, window or longest))
+        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
+    return Rows(index, table, torch.from_numpy(low), high, mask, min(longest, window or longest))
 
 
-def _in_place(device: str) -> bool:
-    return kernels is not None and device == "cpu"
-
-
-def _tiled(device: str) -> bool:
-    return _in_place(device) and kernels.HAS_TILES
+def _tiled() -> bool:
+    return kernels is not None and kernels.HAS_TILES
 
 
 def attend(
@@ -191,11 +178,11 @@ def attend(
     rows = plan.rows[window]
     split = heads.view(count, -1, dims)
     queries = split[:, : split.shape[1] - 2 * kv]
-    if _in_place(heads.device.type):
+    if kernels is not None:
         _store_in_place(heads, turns, norms, cache, layer, plan)
     else:
         _store(split, turns, norms, cache, layer, plan)
-    out = torch.empty(count, queries.shape[1] * dims, device=heads.device)
+    out = torch.empty(count, queries.shape[1] * dims)
     for chunk in plan.chunks[window]:
         if chunk.index is None:
             _chunk_in_place(heads, cache, layer, window, chunk, out)
@@ -276,7 +263,7 @@ def _in_two_parts(queries: Tensor, keys: Tensor, values: Tensor, start: int) -> 
     """Queries at positions from `start` on, over all of [0, start) and causally over their own tokens.
 
     torch skips the hidden half of the second part, and neither needs a mask of rows x tokens. The parts are joined by
-    their log-sum-exps, as FlashAttention joins its blocks. Only on CPU.
+    their log-sum-exps, as FlashAttention joins its blocks.
     """
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     before, before_lse = flash(queries, keys[:, :, :start], values[:, :, :start], 0.0, False)
@@ -288,7 +275,7 @@ def _rows_gathered(queries: Tensor, cache: KVCache, layer: int, rows: Rows) -> T
     """Queries [rows, heads, head_dim], one token each: the heads of a group are the rows of one small product."""
     count, heads, head_dim = queries.shape
     kv_heads = cache.kv_heads
-    index = block_rows(rows.table.cpu(), kv_heads).flatten().to(queries.device)
+    index = block_rows(rows.table, kv_heads).flatten()
     keys, values = (part.view(count, kv_heads, -1, head_dim) for part in cache.gather(layer, index))
     grouped = queries.reshape(count, kv_heads, heads // kv_heads, head_dim)
     mask = rows.mask.expand(-1, kv_heads, heads // kv_heads, -1)
@@ -298,7 +285,7 @@ def _rows_gathered(queries: Tensor, cache: KVCache, layer: int, rows: Rows) -> T
 def working_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:
     """The most that `attend` holds at once: the threads' blocks; or gathered keys and values, parts and masks."""
     chunk = min(max_batch_tokens, context)
-    if _tiled("cpu"):
+    if _tiled():
         return 4 * kernels.num_threads() * kernels.block_floats(config.heads // config.kv_heads, config.head_dim)
     gathered = 3 * config.kv_heads * config.head_dim * context  # and in half precision, where they are kept so
     parts = 3 * chunk * config.heads * config.head_dim
@@ -307,11 +294,11 @@ def working_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> i
     return 4 * (gathered + parts) + 9 * masks  # a mask is made from an int32 and a bool of its size
 
 
-def warm_up(config: ModelConfig, block_size: int, device: str = "cpu") -> None:
+def warm_up(config: ModelConfig, block_size: int) -> None:
     """Runs a chunk, a chunk at a context, and rows once over a pool of one layer."""
-    small = KVCache(config, 2, block_size, device)
-    heads = torch.zeros(2, (config.heads + 2 * config.kv_heads) * config.head_dim, device=device)
-    turns = torch.zeros(2, 1, config.head_dim // 2, dtype=torch.complex64, device=device)
+    small = KVCache(config, 2, block_size)
+    heads = torch.zeros(2, (config.heads + 2 * config.kv_heads) * config.head_dim)
+    turns = torch.zeros(2, 1, config.head_dim // 2, dtype=torch.complex64)
     for start, length in ((0, 2), (2, 2), (0, 1)):
-        plan = plan_step([SliceSpan(start, length, [0, 1] * 4)], config, block_size, device)
+        plan = plan_step([SliceSpan(start, length, [0, 1] * 4)], config, block_size)
         attend(heads[:length], turns[:length], None, small, 0, config.windows[0], plan)

@@ -68,6 +68,11 @@ ARCHITECTURES = {
 
 ENCODERS = ("BertForMaskedLM", "BertModel")  # `encoder_config` reads these
 
+QUANTIZATIONS = ("none", "int8")
+DTYPES = ("float32", "bfloat16", "float16")
+# What weights are held in: float32 ("none") or int8 on CPUs, float32 or half of it on GPUs.
+PRECISIONS = (*QUANTIZATIONS, "bfloat16", "float16")
+
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -127,13 +132,14 @@ class ModelConfig:
     norm_topk: bool = True  # the weights of a token's experts sum to 1
 
     def kv_bytes_per_token(self, quantization: str = "none") -> int:
-        """Bytes of key and value in all layers."""
+        """Bytes of key and value in all layers. `quantization`, here and below, is one of PRECISIONS."""
         return 2 * kv_element(quantization) * self.layers * self.kv_heads * self.head_dim
 
     def weight_bytes(self, quantization: str = "none") -> int:
         """Bytes of the weights that are held: all but the embedding table, which stays in its file.
 
-        Matrices are float32, or with "int8" a byte an element, a scale and a sum a row; the rest is float32.
+        Matrices are float32, or of two bytes an element, or with "int8" of one, a scale and a sum a row; the rest is
+        float32.
         """
         layers = sum(self.layer_bytes(layer, quantization) for layer in range(self.layers))
         return layers + _matrix_bytes(self.vocab_size, self.hidden, quantization) + 4 * self.hidden
@@ -190,13 +196,32 @@ def draft_config(drafter: DrafterName, target: Path, exit_layers: int | None, de
     return None
 
 
+def precision(device: str, dtype: str, quantization: str, key: str = "quantization") -> str:
+    """Which of PRECISIONS a device is to hold weights in; `dtype` "auto": bfloat16 on GPUs. Raises ModelError, with the
+    `key` that `quantization` has."""
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"{key}: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+    if dtype not in ("auto", *DTYPES):
+        raise ModelError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    if device == "cpu":
+        if dtype not in ("auto", "float32"):
+            raise ModelError(f"dtype: CPUs compute in float32, not in {dtype}; valid are auto and float32")
+        return quantization
+    if quantization != "none":
+        raise ModelError(f"{key}: {quantization} is for CPUs; on {device} only none is valid")
+    half = "bfloat16" if device.startswith("cuda") else "float32"
+    return {"auto": half}.get(dtype, dtype).replace("float32", "none")
+
+
 def kv_element(quantization: str) -> int:
     """Bytes of a number of keys and values: half precision where weights and activations are rounded to int8 anyway."""
-    return 2 if quantization == "int8" else 4
+    return 4 if quantization == "none" else 2
 
 
 def _matrix_bytes(rows: int, columns: int, quantization: str) -> int:
-    return rows * (columns + 8) if quantization == "int8" else 4 * rows * columns
+    if quantization == "int8":
+        return rows * (columns + 8)
+    return rows * columns * (4 if quantization == "none" else 2)
 
 
 def read_json(path: Path, kind: type = dict) -> Any:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import follows
-from paceline.engine.attention import SliceSpan, plan_step
+from paceline.engine.attention import SliceSpan
 from paceline.engine.drafters import Guess, Part, TokenByToken
+from paceline.engine.gpu import PagedCache
 from paceline.engine.job import Job
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.model import Decoder
@@ -34,8 +35,9 @@ class DecoderModel:
     """
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, progress: np.ndarray, vocabulary: SharedVocabulary | None = None
-    ) -> None:
+        self, decoder: Decoder, cache: KVCache | PagedCache, progress: np.ndarray,
+        vocabulary: SharedVocabulary | None = None,
+    ) -> None:  # fmt: skip
         """`progress[0]` counts layers; `vocabulary`: None where it is the target's."""
         self.decoder, self.cache, self.progress = decoder, cache, progress
         self.vocabulary = vocabulary and vocabulary.to(decoder.device)
@@ -50,7 +52,7 @@ class DecoderModel:
             SliceSpan(part.start, part.length, part.job.sequence.blocks, bool(part.guess) or part.length <= SHORT)
             for part in parts
         ]
-        return decoder.forward(ids, plan_step(spans, decoder.config, size, decoder.device), self.cache, self.progress)
+        return decoder.forward(ids, decoder.plan(spans, size), self.cache, self.progress)
 
     def logits(self, rows: Tensor) -> Tensor:
         logits = self.decoder.logits(rows)

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import pages
-from paceline.engine.config import ModelError
+from paceline.engine.config import ModelError, precision
 from paceline.engine.encoder_config import EncoderConfig
 from paceline.engine.job import in_parts
 from paceline.engine.kv_cache import MemoryPlan, resident_bytes
-from paceline.engine.linear import QUANTIZATIONS, Linear, best_kind, kernels, make_linear
+from paceline.engine.linear import Linear, best_kind, kernels, make_linear
 from paceline.engine.model import Embedding, load_embedding
 from paceline.engine.parallel import Peers, Place, inner_columns, stage_layers, times, vocabulary_of
 from paceline.engine.reader import Progress, Reader, Rows
@@ -240,18 +240,21 @@ class EncoderRunner:
         context: int | None = None,
         threads: int | None = None,
         quantization: str = "none",
+        dtype: str = "auto",
         share: float = 1.0,
         reserve: int = 0,
         lent: int | None = None,
         peers: Peers | None = None,
         progress: Progress = lambda done, total: None,
     ) -> "EncoderRunner":
-        """Loads a checkpoint directory; options as of `ModelRunner.load`, but there is no KV. Raises ModelError.
+        """Loads a checkpoint directory; options as of `ModelRunner.load`, but there is no KV, and all devices compute
+        in float32. Raises ModelError.
 
         Blocks take no memory here, they only count tokens: without `num_blocks` as many as `max_batch` texts need.
         """
-        if quantization not in QUANTIZATIONS:
-            raise ModelError(f"quantization: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
+        quantization = precision(device, "float32" if dtype == "auto" else dtype, quantization)
+        if quantization not in ("none", "int8"):
+            raise ModelError(f"dtype: encoders compute in float32, not in {dtype}; valid are auto and float32")
         config = EncoderConfig.load(path)
         if context is not None and not 1 <= context <= config.max_context:
             raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")

@@ -29,17 +29,15 @@ class KVCache:
     `lends` takes memory when blocks are written, until `give_back`."""
 
     def __init__(
-        self, config: ModelConfig, num_blocks: int, block_size: int, device: str = "cpu", lends: bool = False,
+        self, config: ModelConfig, num_blocks: int, block_size: int, lends: bool = False,
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
         shape = (config.layers, 2, num_blocks, config.kv_heads, block_size, config.head_dim)
         self._memory: mmap.mmap | None = None
         if lends:
             self._memory, pool = pages.reserved(shape, dtype)
-        elif device == "cpu":
-            pool = pages.zeros(shape, dtype).zero_()
         else:
-            pool = torch.zeros(shape, dtype=dtype, device=device)
+            pool = pages.zeros(shape, dtype).zero_()
         self._use(pool)
 
     def _use(self, pool: Tensor) -> None:
@@ -90,6 +88,9 @@ def block_rows(blocks: Tensor, kv_heads: int) -> Tensor:
 
 
 def kv_dtype(quantization: str) -> torch.dtype:
+    """Of keys and values beside weights in one of `config.PRECISIONS`."""
+    if quantization == "bfloat16":
+        return torch.bfloat16
     return {4: torch.float32, 2: torch.float16}[kv_element(quantization)]
 
 
@@ -120,7 +121,7 @@ def resident_bytes() -> int:
 
 def available_bytes(device: str = "cpu") -> int:
     """What could still be taken on this machine, under its control group's limit too, or on the device."""
-    if device != "cpu":
+    if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = _proc("/proc/meminfo", "MemAvailable")
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
@@ -133,12 +134,13 @@ def pool_blocks(
 ) -> int:  # fmt: skip
     """How many blocks fit: a token takes `token_bytes`; `used` bytes of the process's `memory` are taken by all else.
 
-    Without `memory` it is what the machine has left less a margin, at most DEFAULT_POOL. Of that they take a `share`,
-    and never more than `useful_tokens` need. Raises ModelError when not even one block fits.
+    Without `memory` it is what the machine has left less a margin, at most DEFAULT_POOL, or all that a device has. Of
+    that they take a `share`, and never more than `useful_tokens` need. Raises ModelError when not even one block fits.
     """
     per_block = token_bytes * block_size
     if memory is None:
-        room = min(DEFAULT_POOL, int(available_bytes(device) * (1 - MARGIN)) - max(0, used - resident_bytes()))
+        left = int(available_bytes(device) * (1 - MARGIN))
+        room = left - used if device != "cpu" else min(DEFAULT_POOL, left - max(0, used - resident_bytes()))
     else:
         room = memory - used
     room = int(share * room)

@@ -9,7 +9,7 @@ the weight: 8 rows 11.8, 4.9, 5.5; 512 rows 113, 101, 143. So MKL is taken on In
 timing, so that the same machine always gives the same bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -30,7 +30,6 @@ except (ImportError, ValueError):  # no Numba or no OpenMP layer for it
 # Rows the packing of torch's operators is told to expect; the result holds for any number. oneDNN: 32 and 256 measured
 # alike, 1 was 1.5 times slower at 8 rows.
 PACK_ROWS = 32
-QUANTIZATIONS = ("none", "int8")
 
 
 class Norm(NamedTuple):
@@ -44,20 +43,22 @@ class Linear(Protocol):
     """y = f(norm(x) W^T + b). With a gate, W is [2 out, in] and f(g, v) = silu(g) * v of its halves' products."""
 
     kind: str  # key of KINDS
+    dtype: torch.dtype  # of what it yields
     nbytes: int  # of the weights as they are read
 
     def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
-        """x [rows, in] to [rows, out], float32; added to `add_to` in place if that is given (never with a gate)."""
+        """x [rows, in] to [rows, out], float32 or the weights' type; added to `add_to` in place if that is given (never
+        with a gate)."""
         ...
 
 
 class StockLinear:
     """A product by torch's operators between torch's other operators."""
 
-    kind = "plain"
+    kind, dtype = "plain", torch.float32
 
     def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, gated: bool):
-        weight = in_one(parts)
+        weight = in_one(parts, self.dtype)
         self.bias, self.gated = bias, gated
         self.nbytes = weight.numel() * weight.element_size()
         self.pack(weight)
@@ -66,7 +67,7 @@ class StockLinear:
         self.weight = weight
 
     def product(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x.to(self.dtype), self.weight, self.bias)
 
     def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
         if norm is not None:
@@ -76,6 +77,18 @@ class StockLinear:
             gate, value = y.chunk(2, dim=1)
             y = F.silu(gate).mul_(value)
         return y if add_to is None else add_to.add_(y)
+
+
+class BFloat16Linear(StockLinear):
+    """On GPUs, as checkpoints have them."""
+
+    kind, dtype = "bfloat16", torch.bfloat16
+
+
+class Float16Linear(StockLinear):
+    """On GPUs without bfloat16."""
+
+    kind, dtype = "float16", torch.float16
 
 
 class OneDNNLinear(StockLinear):
@@ -137,9 +150,9 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows * inverse[:, None]).round_().to(torch.int8), peak / 127.0
 
 
-def in_one(parts: Sequence[Tensor]) -> Tensor:
-    """A float32 copy of the rows of all, [rows, in]."""
-    return torch.cat([part.flatten(0, -2) for part in parts]).float()
+def in_one(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """A copy of the rows of all, [rows, in]."""
+    return torch.cat([part.flatten(0, -2) for part in parts]).to(dtype)
 
 
 class Weights:
@@ -199,12 +212,12 @@ def _packed(rows: Tensor, parts: Sequence[Tensor], integer: bool) -> Weights:
 class TiledLinear:
     """Our own kernel: W in panels of 32 outputs, [panels, in, 32]; gates and their values alternate by 16."""
 
-    kind, integer = "tiled", False
+    kind, integer, dtype = "tiled", False, torch.float32
 
     def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, gated: bool):
         self.gated, self.inner = gated, parts[0].shape[-1]
         if {(part.dtype, part.stride(-1)) for part in parts} not in [{(dtype, 1)} for dtype in kernels.ELEMENTS]:
-            parts = [in_one(parts)]
+            parts = [in_one(parts, torch.float32)]
         rows = torch.cat([_row_addresses(part) for part in parts])
         self.outer = len(rows) // 2 if gated else len(rows)
         self.bias = self._panels(torch.zeros(len(rows)) if bias is None else bias)
@@ -254,15 +267,18 @@ def _row_addresses(rows: Tensor) -> Tensor:
     return rows.data_ptr() + rows.element_size() * offsets.flatten()
 
 
-KINDS: dict[str, Callable[[Sequence[Tensor], Tensor | None, bool], Linear]] = {
-    cls.kind: cls for cls in (TiledLinear, TiledInt8Linear, OneDNNLinear, MKLLinear, StockLinear, Int8Linear)
-}
+KINDS: dict[str, type[StockLinear] | type[TiledLinear]] = {
+    cls.kind: cls
+    for cls in (
+        TiledLinear, TiledInt8Linear, OneDNNLinear, MKLLinear, StockLinear, Int8Linear, BFloat16Linear, Float16Linear
+    )
+}  # fmt: skip
 
 
 def best_kind(device: str, quantization: str = "none") -> str:
-    """The key of KINDS for this machine."""
+    """The key of KINDS for this machine and one of `config.PRECISIONS`."""
     if device != "cpu":
-        return "plain"
+        return "plain" if quantization == "none" else quantization
     if quantization == "int8":
         return "tiled_int8" if kernels is not None and kernels.HAS_TILES else "int8"
     if kernels is not None and kernels.HAS_TILES:

@@ -8,12 +8,12 @@ import numpy as np
 
 from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo
-from paceline.engine import attention, experts
-from paceline.engine.config import ModelConfig, ModelError
+from paceline.engine import attention, experts, gpu
+from paceline.engine.config import ModelConfig, ModelError, kv_element, precision
 from paceline.engine.drafters import KEPT_ROWS
 from paceline.engine.kv_cache import MemoryPlan, can_lend, kv_dtype, pool_blocks, resident_bytes
-from paceline.engine.linear import QUANTIZATIONS, best_kind, kernels
-from paceline.engine.model import EMBEDDING, Decoder, Progress, load_decoder
+from paceline.engine.linear import best_kind, kernels
+from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.parallel import Part, Peers, Place, part_of
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.vocabulary import SharedVocabulary, shared_vocabulary
@@ -31,7 +31,7 @@ class Models:
     """A worker's part of the target, and of what drafts for it: lists begin with the target's."""
 
     drafts: DrafterName
-    quantizations: list[str]
+    quantizations: list[str]  # of `config.PRECISIONS`
     configs: list[ModelConfig]
     checkpoints: list[Checkpoint]
     parts: list[Part]
@@ -56,11 +56,12 @@ class Models:
         return all(can_lend(part.config, block_size, device, kv_dtype(kind)) for part, kind in kinds)
 
     def weight_bytes(self, device: str) -> int:
-        kinds = zip(self.parts, self.quantizations, strict=True)
+        kinds = list(zip(self.parts, self.quantizations, strict=True))
         weights = sum(part.weight_bytes(kind) for part, kind in kinds)
-        if device != "cpu":  # which holds the rows of the embedding, too
-            for checkpoint, one, part in zip(self.checkpoints, self.configs, self.parts, strict=True):
-                weights += checkpoint.nbytes(f"{EMBEDDING}.weight") // one.vocab_size * len(part.embedding)
+        if device != "cpu":  # which holds the rows of the embedding, too, if not as the head's
+            for part, kind in kinds:
+                shared = part.config.tied and len(part.vocabulary)
+                weights += 0 if shared else kv_element(kind) * part.config.hidden * len(part.embedding)
         return weights
 
     def load(self, device: str, peers: Peers | None, progress: Progress) -> list[Decoder]:
@@ -81,15 +82,13 @@ class Models:
 
 
 def models(
-    path: Path, quantizations: tuple[str, str | None], context: int | None, drafter: str,
+    path: Path, quantizations: tuple[str, str | None], device: tuple[str, str], context: int | None, drafter: str,
     early_exit_layers: int | None, place: Place,
 ) -> Models:  # fmt: skip
     """What the worker in this place loads, with the options of `ModelRunner.load`; `quantizations` of the target and of
-    a draft model. Raises ModelError."""
-    quantization, of_draft = quantizations
-    for name, value in (("quantization", quantization), ("draft_quantization", of_draft or "none")):
-        if value not in QUANTIZATIONS:
-            raise ModelError(f"{name}: {value!r} is not one of {', '.join(QUANTIZATIONS)}")
+    a draft model; `device` and its `dtype`. Raises ModelError."""
+    quantization = precision(*device, quantizations[0])
+    of_draft = quantizations[1] and precision(*device, quantizations[1], "draft_quantization")
     drafts = DrafterName.parse(drafter)
     if of_draft and drafts.kind != "model":
         raise ModelError("draft_quantization: is only allowed with a draft model")
@@ -134,7 +133,7 @@ def plan(
     config = models.configs[0]
     limited, context = context is not None, context or config.max_context
     baseline = resident_bytes() if device == "cpu" else 0
-    activations = max(activation_bytes(part.config, max_batch_tokens, context) for part in models.parts)
+    activations = max(activation_bytes(part.config, max_batch_tokens, context, device) for part in models.parts)
     if models.judges:
         # distributions kept, and what a verdict makes of those of target and draft
         activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
@@ -188,14 +187,19 @@ def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:
         raise ModelError(f"drafter: trigram:{text}: {error}") from error
 
 
-def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:
+def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int, device: str = "cpu") -> int:
     """The most that one step holds beside weights and KV.
 
     The widest layer's rows (of our own kernels, which run a whole layer, all its parts and their work space; of torch's
     operators states, norm, projections and heads or both halves of the MLP), logits of LOGIT_ROWS rows with a copy for
-    the sampler, and what attention needs.
+    the sampler, and what attention needs. A GPU rotates heads in float32, and sorts for the sampler in float64.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    if device != "cpu":
+        row = 3 * config.hidden + max(6 * queries + 6 * keys, 3 * config.intermediate)
+        row = max(row, experts.row_floats(config) if config.sparse else 0)
+        logits = 14 * LOGIT_ROWS * config.vocab_size
+        return 4 * (row * max_batch_tokens + logits) + gpu.working_bytes(config, max_batch_tokens, context) + KEPT
     if "tiled" in best_kind("cpu"):
         row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
         widest = max(config.hidden, config.intermediate, config.expert_intermediate, queries)

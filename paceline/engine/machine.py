@@ -1,42 +1,58 @@
 """What this machine can do, measured in the same run as what is compared with it."""
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import torch
 
+Call = Callable[[], object]
 
-def bandwidth(size: int = 2**28, repeats: int = 5) -> float:
-    """Bytes a second of reading memory with all threads: the better of a sum and a matrix-vector product in fp32."""
-    data = torch.ones(2048, size // 4 // 2048)
-    vector = torch.ones(data.shape[1])
-    best = min(_timed(call) for _ in range(repeats) for call in (data.sum, lambda: data @ vector))
+
+def bandwidth(device: str = "cpu", repeats: int = 5) -> float:
+    """Bytes a second of reading memory with all threads, or that of a device: the better of a sum and a matrix-vector
+    product in fp32."""
+    size = 2**28 if device == "cpu" else 2**30  # of what no cache holds
+    data = torch.ones(2048, size // 4 // 2048, device=device)
+    vector = torch.ones(data.shape[1], device=device)
+    best = _best([data.sum, lambda: data @ vector], repeats, device)
     return size / best
 
 
-def gemm_peak(n: int = 1536, repeats: int = 5) -> float:
-    """FLOP/s of a square fp32 product, the better of MKL's and oneDNN's: on AMD's processors MKL uses half of the width
-    of their vectors."""
-    a, b, out = torch.randn(n, n), torch.randn(n, n), torch.empty(n, n)
-    products: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
-    if torch.backends.mkldnn.is_available():
+def gemm_peak(device: str = "cpu", dtype: torch.dtype = torch.float32, repeats: int = 5) -> float:
+    """FLOP/s of a square product. On a CPU the better of MKL's and oneDNN's: on AMD's processors MKL uses half of the
+    width of their vectors."""
+    n = 1536 if device == "cpu" else 8192
+    a, b, out = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(3))
+    products: list[Call] = [lambda: torch.mm(a, b, out=out)]
+    if device == "cpu" and torch.backends.mkldnn.is_available():
         packed = torch.ops.mkldnn._reorder_linear_weight(b, n)
         products.append(lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""))
     for product in products:
         product()
-    best = min(_timed(product) for _ in range(repeats) for product in products)
-    return 2 * n**3 / best
+    return 2 * n**3 / _best(products, repeats, device)
 
 
 def int8_gemm_peak(n: int = 1536, repeats: int = 5) -> float:
     """Operations a second of a square product of int8 into int32."""
     a, b = (torch.randint(-127, 128, (n, n), dtype=torch.int8) for _ in range(2))
     torch._int_mm(a, b)
-    best = min(_timed(lambda: torch._int_mm(a, b)) for _ in range(repeats))
-    return 2 * n**3 / best
+    return 2 * n**3 / _best([partial(torch._int_mm, a, b)], repeats, "cpu")
 
 
-def _timed(call: Callable[[], object]) -> float:
+def _best(calls: list[Call], repeats: int, device: str) -> float:
+    return min(_timed(call, device) for _ in range(repeats) for call in calls)
+
+
+def _timed(call: Call, device: str) -> float:
+    finish(device)
     begin = perf_counter()
     call()
+    finish(device)
     return perf_counter() - begin
+
+
+def finish(device: str) -> None:
+    """Waits for what a GPU has been asked for."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
 """The decoder: one config-driven stack for Llama 2 and 3, Mistral, Qwen2, Qwen3, Mixtral and Qwen3-MoE.
 
 One forward runs over the flattened tokens of a hybrid batch: linear layers see all tokens at once, so that weights are
-read once a step (SARATHI, section 3), and attention is per slice. Weights are computed with in float32. The code takes
-a device; it was run and measured on CPU only.
+read once a step (SARATHI, section 3), and attention is per slice. CPUs compute in float32, GPUs in what their linear
+layers hold; attention is `attention`'s or `gpu`'s.
 """
 
 import os
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.engine import pages
-from paceline.engine.attention import StepPlan, attend, norm_addresses
+from paceline.engine import attention, gpu, pages
+from paceline.engine.attention import SliceSpan, StepPlan, norm_addresses
 from paceline.engine.config import ARCHITECTURES, ModelConfig
 from paceline.engine.experts import Experts
+from paceline.engine.gpu import PagedCache, PagedPlan
+from paceline.engine.graphs import Graphs
 from paceline.engine.kv_cache import KVCache
-from paceline.engine.linear import Linear, Norm, TiledLinear, best_kind, kernels, make_linear
+from paceline.engine.linear import KINDS, Linear, Norm, TiledLinear, best_kind, kernels, make_linear
 from paceline.engine.parallel import Part, Peers, part_of, times
 from paceline.engine.reader import Progress, Reader, Rows
 from paceline.engine.rope import Rotations, frequencies
@@ -51,7 +53,8 @@ class Layer:
     experts: Experts | None = None  # in place of gate_up and down
 
 
-Embedding = Callable[[Tensor], Tensor]  # token ids [tokens] to [tokens, hidden] float32
+Embedding = Callable[[Tensor], Tensor]  # token ids [tokens] to [tokens, hidden], float32 on CPUs
+Plan = StepPlan | PagedPlan
 
 
 class FileEmbedding:
@@ -90,20 +93,21 @@ class HeldEmbedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         if self.sum_ is None:
-            return F.embedding(tokens, self.table).float()
+            return F.embedding(tokens, self.table)
         places = tokens - self.own.start
         away = (places < 0) | (places >= len(self.own))
-        rows = F.embedding(places.masked_fill(away, 0), self.table).float()
+        rows = F.embedding(places.masked_fill(away, 0), self.table)
         return self.sum_(rows.masked_fill_(away[:, None], 0.0))
 
 
 def load_embedding(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, int], device: str, own: range, peers: Peers | None
-) -> Embedding:
-    """`own`: the rows of this rank, where it holds any."""
+    checkpoint: Checkpoint, name: str, shape: tuple[int, int], device: str, own: range, peers: Peers | None,
+    dtype: torch.dtype = torch.float32, held: Tensor | None = None,
+) -> Embedding:  # fmt: skip
+    """`own`: the rows of this rank, where it holds any; `held`: those rows, if the head has them already."""
     if device == "cpu":
         return FileEmbedding(checkpoint, name, shape)
-    rows = checkpoint.view(name, shape)[own.start : own.stop].to(device)
+    rows = checkpoint.view(name, shape)[own.start : own.stop].to(device, dtype) if held is None else held
     return HeldEmbedding(rows, own, peers.sum_ if peers and len(own) < shape[0] else None)
 
 
@@ -119,10 +123,13 @@ class Decoder:
         head: Linear | None,
         device: str = "cpu",
         peers: Peers | None = None,
+        dtype: torch.dtype = torch.float32,
     ):
-        """`config` is of the part. Only a first stage has an embedding, only a last one norm and head."""
+        """`config` is of the part. Only a first stage has an embedding, only a last one norm and head. `dtype` is that
+        of hidden states."""
         self.config, self.embedding, self.layers, self.norm, self.head = config, embedding, layers, norm, head
-        self.device, self.peers = device, peers
+        self.device, self.peers, self.dtype = device, peers, dtype
+        self.graphs: Graphs | None = None  # of passes that only decode
         self.sums = peers is not None and peers.place.parallel.tensor > 1
         inv_freq, factor = frequencies(config.rope, config.head_dim)
         self.rotations = Rotations(inv_freq.to(self.device), factor)
@@ -131,8 +138,29 @@ class Decoder:
     def first(self, layers: int) -> "Decoder":
         """The model that ends after its first layers: the same weights, norm and head."""
         return Decoder(
-            self.config.first(layers), self.embedding, self.layers[:layers], self.norm, self.head, self.device
-        )
+            self.config.first(layers), self.embedding, self.layers[:layers], self.norm, self.head, self.device,
+            dtype=self.dtype,
+        )  # fmt: skip
+
+    def record(self, cache: PagedCache, max_batch: int, context: int) -> None:
+        """Has passes over single tokens of up to `max_batch` sequences as CUDA graphs from now on, where there can be
+        any: what a mixture of experts is to do, and how much is gathered, depends on what was computed before."""
+        flash = gpu.flash(self.device, self.dtype, self.config.head_dim)
+        if flash is None or self.config.sparse or self.peers or not self.layers:
+            return
+        progress, embedding = np.zeros(1, np.int64), self.embedding
+        assert embedding is not None
+
+        def run(tokens: Tensor, plan: PagedPlan) -> Tensor:
+            return self.run(embedding(tokens), plan, cache, progress)
+
+        self.graphs = Graphs(run, cache, max_batch, context, flash.counts_keys)
+
+    def plan(self, spans: list[SliceSpan], block_size: int) -> Plan:
+        """Of a step of these slices."""
+        if self.device == "cpu":
+            return attention.plan_step(spans, self.config, block_size)
+        return gpu.plan_step(spans, self.config, block_size, self.device, self.dtype)
 
     def _addresses(self) -> np.ndarray | None:
         """A line of `kernels.decoder_layers` for each layer; None where its kernels cannot run all of them."""
@@ -148,15 +176,18 @@ class Decoder:
             lines.append(line)
         return np.array(lines, np.int64)
 
-    def forward(self, tokens: Tensor, plan: StepPlan, cache: KVCache, progress: np.ndarray) -> Tensor:
+    def forward(self, tokens: Tensor, plan: Plan, cache: KVCache | PagedCache, progress: np.ndarray) -> Tensor:
         """Token ids [tokens] to hidden states [tokens, hidden] before the last norm; writes their keys and values.
 
         progress[0] counts layers, for those who watch from another thread.
         """
         assert self.embedding is not None
+        if self.graphs is not None and self.graphs.fit(plan):
+            progress[0] += len(self.layers)
+            return self.graphs(tokens, plan)
         return self.run(self.embedding(tokens), plan, cache, progress)
 
-    def run(self, x: Tensor, plan: StepPlan, cache: KVCache, progress: np.ndarray) -> Tensor:
+    def run(self, x: Tensor, plan: Plan, cache: KVCache | PagedCache, progress: np.ndarray) -> Tensor:
         """What the layers make of hidden states [tokens, hidden], which they change."""
         if not self.layers:
             return x
@@ -164,6 +195,7 @@ class Decoder:
         if self.addresses is not None:
             self._run_fused(x, turns, plan, cache, progress)
             return x
+        attend = attention.attend if self.device == "cpu" else gpu.attend
         for index, layer in enumerate(self.layers):
             heads = layer.qkv(x, layer.input_norm)
             mixed = attend(heads, turns, layer.head_norms, cache, index, self.config.windows[index], plan)
@@ -220,6 +252,7 @@ class _Loader:
     ):
         """`config` is of the whole model."""
         self.config, self.part, self.device, self.kind = config, part, device, kind
+        self.dtype = KINDS[kind].dtype
         self.reader = Reader(checkpoint, device, kind, progress)
 
     def norm(self, name: str, width: int, pairs: int = 0) -> Norm:
@@ -237,7 +270,7 @@ class _Loader:
         block, *parts = ARCHITECTURES[config.architecture].experts
         name = f"model.layers.{index}.{block}"
         router = self.reader.read(f"{name}.gate.weight", (config.experts, config.hidden))
-        kind = best_kind(self.device) if "int8" in self.kind else self.kind
+        kind = "plain" if self.device != "cpu" else best_kind(self.device) if "int8" in self.kind else self.kind
         held = []
         for expert in local:
             names = (f"{name}.experts.{expert}.{part}" for part in parts)
@@ -303,7 +336,10 @@ def load_decoder(
     layers = [loader.layer(index) for index in part.layers]
     if place.first:
         shape = config.vocab_size, config.hidden
-        embedding = load_embedding(checkpoint, f"{table}.weight", shape, device, part.embedding, peers)
+        held = head.weight if head is not None and config.tied and device != "cpu" else None
+        embedding = load_embedding(
+            checkpoint, f"{table}.weight", shape, device, part.embedding, peers, loader.dtype, held
+        )
     others = [f"model.layers.{index}." for index in range(config.layers) if index not in part.layers]
     if config.sparse:
         block = ARCHITECTURES[config.architecture].experts[0]
@@ -312,4 +348,4 @@ def load_decoder(
     others += ["model.norm."] * (norm is None) + ["lm_head."] * (head is None) + [table] * (embedding is None)
     checkpoint.refuse_unused(IGNORED, tuple(others))
     loader.reader.finish()
-    return Decoder(part.config, embedding, layers, norm, head, device, peers)
+    return Decoder(part.config, embedding, layers, norm, head, device, peers, loader.dtype)

@@ -165,7 +165,7 @@ class Peers:
         self.waited_s = 0.0  # for other stages, in all
         self.waiting = False
         tensor = place.parallel.tensor
-        backend = "gloo" if device == "cpu" else "nccl"
+        backend = "nccl" if device.startswith("cuda") else "gloo"
         dist.init_process_group(
             backend, init_method=meeting, rank=place.number, world_size=place.parallel.devices, timeout=TIMEOUT
         )
@@ -236,9 +236,9 @@ class Peers:
         """To the next stage, which may take it later."""
         self._send(hidden, self.place.number + self.place.parallel.tensor)
 
-    def receive(self, rows: int, width: int) -> Tensor:
+    def receive(self, rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Hidden states [rows, width] of the stage before."""
-        x = torch.empty(rows, width, device=self.device)
+        x = torch.empty(rows, width, dtype=dtype, device=self.device)
         self._receive(x, self.place.number - self.place.parallel.tensor)
         return x
 

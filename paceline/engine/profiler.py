@@ -77,8 +77,9 @@ def profile(
 
 
 def roofline(runner: ModelRunner, quantization: str) -> Roofline:
-    """The model's sizes over what the machine gives now. A token computes in its own experts only."""
-    config, weights, expert_bytes = runner.decoder.config, 0, 0
+    """The model's sizes over what the device gives now. A token computes in its own experts only."""
+    decoder, weights, expert_bytes = runner.decoder, 0, 0
+    config = decoder.config
     for layer in range(config.layers):
         weights += sum(rows * columns for rows, columns in config.layer_matrices(layer, config.experts_per_token))
         weights += config.hidden * config.experts * (layer in config.sparse)  # the router's
@@ -89,8 +90,8 @@ def roofline(runner: ModelRunner, quantization: str) -> Roofline:
         emit_flop=2 * config.hidden * config.vocab_size,
         pair_flop=4 * config.layers * config.heads * config.head_dim,
         kv_bytes=runner.cache.token_bytes,
-        bandwidth=machine.bandwidth(),
-        peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(),
+        bandwidth=machine.bandwidth(decoder.device),
+        peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(decoder.device, decoder.dtype),
         expert_bytes=expert_bytes,
         expert_share=config.experts_per_token / config.experts if config.sparse else 1.0,
         working_bytes=runner.info.working_bytes,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.engine.linear import Linear, make_linear
+from paceline.engine.linear import KINDS, Linear, make_linear
 from paceline.engine.rope import interleave
 from paceline.engine.weights import Checkpoint
 
@@ -28,12 +28,14 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint, device: str, kind: str, progress: Progress):
         """`kind` of linear layers is a key of `linear.KINDS`."""
         self.checkpoint, self.device, self.kind = checkpoint, device, kind
+        self.dtype = KINDS[kind].dtype
         self.progress, self.done, self.total = progress, 0, checkpoint.total_bytes
 
     def read(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), pairs: int = 0) -> Tensor:
-        """A tensor or a part of it in float32; with `pairs`, its rows are of that many heads and are interleaved."""
+        """A tensor or a part of it in the type that layers compute in; with `pairs`, its rows are of that many heads
+        and are interleaved."""
         value = self.checkpoint.view(name, shape)[part]
-        copy = (interleave(value, pairs).flatten(0, 2) if pairs else value).to(self.device, torch.float32, copy=True)
+        copy = (interleave(value, pairs).flatten(0, 2) if pairs else value).to(self.device, self.dtype, copy=True)
         self._finish(name)
         return copy
 

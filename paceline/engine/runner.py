@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
-from paceline.engine import attention, load_plan, pages, sampler, verdict
-from paceline.engine.attention import SliceSpan, plan_step
+from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, verdict
+from paceline.engine.attention import SliceSpan
 from paceline.engine.config import ModelConfig
 from paceline.engine.draft_models import DecoderModel, DraftModel
 from paceline.engine.drafters import Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel
+from paceline.engine.gpu import PagedCache
 from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job, in_parts
 from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
@@ -45,7 +46,7 @@ class ModelRunner:
     def __init__(
         self,
         decoder: Decoder,
-        cache: KVCache,
+        cache: KVCache | PagedCache,
         info: EngineInfo,
         grammars: Grammars,
         device: str = "cpu",
@@ -85,6 +86,7 @@ class ModelRunner:
         context: int | None = None,
         threads: int | None = None,
         quantization: str = "none",
+        dtype: str = "auto",
         drafter: str = "ngram",
         early_exit_layers: int | None = None,
         draft_quantization: str | None = None,
@@ -101,21 +103,25 @@ class ModelRunner:
         others on the device, of which those loaded before it have so many bytes: beside its own blocks there are
         addresses for as many as the others may lend it (`most_blocks`), and no block takes memory before it is written.
         This takes blocks of whole pages on a CPU, else its part is fixed. `context` is the most tokens of a sequence,
-        None what the model and the pool can hold; `quantization` is one of `linear.QUANTIZATIONS`. `drafter` is a
-        `DrafterName`; a model's path is its directory, its memory is planned with the rest, and `draft_quantization` is
-        its own, None: the target's; early exit is behind `early_exit_layers`, None: a quarter of them. With `peers` it
-        is this worker's part of the model; draft models, and the first layers for early exit once more, are with
-        worker 0. Raises ModelError.
+        None what the model and the pool can hold; `quantization` is one of `config.QUANTIZATIONS`, `dtype` auto or one
+        of `config.DTYPES`. On a GPU memory is the device's, and blocks are of the size that attention takes. `drafter`
+        is a `DrafterName`; a model's path is its directory, its memory is planned with the rest, and
+        `draft_quantization` is its own, None: the target's; early exit is behind `early_exit_layers`, None: a quarter
+        of them. With `peers` it is this worker's part of the model; draft models, and the first layers for early exit
+        once more, are with worker 0. Raises ModelError.
         """
         place = peers.place if peers else Place()
         models = load_plan.models(
-            Path(path), (quantization, draft_quantization), context, drafter, early_exit_layers, place
+            Path(path), (quantization, draft_quantization), (device, dtype), context, drafter, early_exit_layers, place
         )
+        kinds = list(zip(models.parts, models.quantizations, strict=True))
+        if device != "cpu":
+            block_size = gpu.block_size(device, [(kv_dtype(kind), part.config.head_dim) for part, kind in kinds])
         if threads is not None:
             torch.set_num_threads(threads)
-        for part in models.parts:
+        for part, kind in kinds:
             if part.layers:
-                _warm_up(part.config, block_size, device)
+                _warm_up(part.config, block_size, device, kv_dtype(kind))
         config, drafts = models.configs[0], models.drafts
         grammars = Grammars(models.tokenizer, config.vocab_size, config.eos_ids)
         info = load_plan.plan(
@@ -126,19 +132,28 @@ class ModelRunner:
         decoders = models.load(device, peers, progress)
         pages.trim_heap()
         pages.keep_heap()
-        pool = info.most_blocks or info.num_blocks, block_size, device, bool(info.block_bytes)
-        kinds = zip(models.parts, models.quantizations, strict=True)
-        caches = [KVCache(part.config, *pool, kv_dtype(kind)) for part, kind in kinds]
+        blocks = info.most_blocks or info.num_blocks, block_size
+        caches: list[KVCache | PagedCache] = [
+            KVCache(part.config, *blocks, bool(info.block_bytes), kv_dtype(kind)) if device == "cpu"
+            else PagedCache(part.config, *blocks, device, kv_dtype(kind))
+            for part, kind in kinds
+        ]  # fmt: skip
         runner = ModelRunner(decoders[0], caches[0], info, grammars, device, peers)
-        runner.caches = caches
+        runner.caches = caches.copy()
         if len(decoders) > 1:
             model = DecoderModel(decoders[1], caches[1], runner._progress, models.vocabulary)
             runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose)
         elif drafts.kind == "early_exit":
-            first, cache = (of.first(models.exit_layers) for of in (decoders[0], caches[0]))
-            runner.drafter = TokenByToken(DecoderModel(first, cache, runner._progress), LOGIT_ROWS, ngram.propose)
+            decoders.append(decoders[0].first(models.exit_layers))
+            caches.append(caches[0].first(models.exit_layers))
+            model = DecoderModel(decoders[1], caches[1], runner._progress)
+            runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose)
         elif models.table is not None:
             runner.drafter = TokenByToken(TrigramModel(models.table, device), LOGIT_ROWS)
+        if device != "cpu":
+            with torch.inference_mode():
+                for decoder, cache in zip(decoders, caches, strict=True):
+                    decoder.record(cache, max_batch, info.context)
         if drafts.lookup:
             runner.drafter = InTurn(PromptLookup(), runner.drafter)
         return runner
@@ -170,6 +185,7 @@ class ModelRunner:
         runs = [job for job in jobs if job.runs]
         self._draft(runs, started)
         hidden = self._forward(runs)
+        machine.finish(self.device)  # the time of a pass is not that of asking for it
         sampling = 0.0
         if self.last:
             begin = 0
@@ -271,10 +287,11 @@ class ModelRunner:
             return torch.empty(0, self.decoder.config.hidden, device=self.device)
         try:
             decoder, progress = self.decoder, self._progress
-            plan = plan_step([job.span for job in jobs], decoder.config, self.info.block_size, self.device)
+            plan = decoder.plan([job.span for job in jobs], self.info.block_size)
             if not self.first:
                 rows = sum(job.span.length for job in jobs)
-                return decoder.run(self.peers.receive(rows, decoder.config.hidden), plan, self.cache, progress)
+                x = self.peers.receive(rows, decoder.config.hidden, decoder.dtype)
+                return decoder.run(x, plan, self.cache, progress)
             tokens = [
                 token
                 for job in jobs
@@ -400,9 +417,12 @@ class ModelRunner:
         return going
 
 
-def _warm_up(config: ModelConfig, block_size: int, device: str) -> None:
+def _warm_up(config: ModelConfig, block_size: int, device: str, dtype: torch.dtype) -> None:
     """Runs every kind of operation once on small tensors: libraries are loaded and kernels compiled before memory is
     measured and before the first request waits for it."""
-    attention.warm_up(config, block_size, device)
+    if device == "cpu":
+        attention.warm_up(config, block_size)
+    else:
+        gpu.warm_up(config, block_size, device, dtype)
     sampler.warm_up(config.vocab_size)
     verdict.warm_up(config.vocab_size)

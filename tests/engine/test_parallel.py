@@ -124,6 +124,18 @@ async def test_families_in_groups_yield_the_tokens_of_one_device(families, paral
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("parallel", [pytest.param(Parallel(1, 2), marks=pytest.mark.slow), Parallel(2, 2)], ids=str)
+async def test_groups_of_devices_yield_the_tokens_of_one(families, parallel):
+    """What GPUs would compute, on the host: parts of the embedding, and torch.distributed between the workers."""
+    paths, expected = families
+    limits = dict(max_batch_tokens=BUDGET, max_batch=8, num_blocks=TIGHT, threads=1, device="cpu:0")
+    models = {name: WorkerOptions(str(paths[name]), **limits) for name in ("llama-tied", "qwen3-window", "mixtral")}
+    got, seen = await in_group(models, parallel, {name: requests(checkpoints.SIZE["vocab_size"]) for name in models})
+    assert not [name for name in got if got[name] != expected[name]]
+    assert seen.count and seen.accepted
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("drafter", [str(BUILTIN / "coder-draft"), "early_exit"], ids=["model", "early_exit"])
 @pytest.mark.parametrize("parallel", [pytest.param(Parallel(1, 2), marks=pytest.mark.slow), Parallel(2, 1)], ids=str)
 async def test_a_model_that_drafts_with_the_first_worker_changes_nothing(parallel, drafter):

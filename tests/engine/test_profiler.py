@@ -5,6 +5,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from paceline.core.batch import StepShape
 from paceline.core.work import EngineInfo, SliceOutput
@@ -31,7 +32,8 @@ class KnownEngine:
 
     def __init__(self, num_blocks: int = 400, block_size: int = 16, context: int = 1024) -> None:
         self.info = EngineInfo(num_blocks, block_size, 1000, 1000, 3000, context, vocab_size=100)
-        self.decoder, self.cache = SimpleNamespace(config=ModelConfig.load(CODER)), SimpleNamespace(token_bytes=100)
+        self.decoder = SimpleNamespace(config=ModelConfig.load(CODER), device="cpu", dtype=torch.float32)
+        self.cache = SimpleNamespace(token_bytes=100)
         self.rng = Random(1)
         self.known: dict[int, int] = {}
         self.shapes: list[StepShape] = []

@@ -1,0 +1,206 @@
+"""SARATHI's tables on a GPU: the floor, decodes on chunks, every policy, and transformers on the same machine.
+
+LLaMA's 13B and 33B shapes in bfloat16, with random weights made on the device. The points are the paper's (Tables 2 and
+4). Nobody has run this on a GPU yet; a test runs it on the host with a tiny shape.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from benchmarks import sarathi_tables, workload
+from paceline.core.work import NewSequence, SliceWork
+from paceline.engine import load_plan, machine
+from paceline.engine.config import ModelError
+from paceline.engine.runner import ModelRunner
+from paceline.engine.weights import Checkpoint
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    points: tuple[tuple[int, int, float], ...]  # L, B, P:D
+    vocabulary: int = 32000
+    chunk: int = 256
+    context: int = 1024  # of decodes
+    batches: tuple[int, ...] = (1, 8, 32)
+
+
+SHAPES = {
+    "llama-13b": Shape(5120, 13824, 40, 40, ((1024, 6, 50), (2048, 6, 50), (3072, 6, 50))),
+    "llama-33b": Shape(6656, 17920, 60, 52, ((1024, 10, 28), (2048, 5, 63), (3072, 3, 127))),
+}
+CASES = list(SHAPES)
+STEPS, ROUNDS = 20, 2
+
+
+class RandomWeights(Checkpoint):
+    """Has every tensor that it is asked for, on the device: files of 26 and 65 GB would be read for nothing."""
+
+    device = "cuda"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.generator = folder, torch.Generator(self.device).manual_seed(0)
+
+    @property
+    def total_bytes(self) -> int:
+        return 1
+
+    def view(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        values = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+        return values.fill_(1.0) if "norm" in name else values.normal_(0.0, 0.02, generator=self.generator)
+
+    def nbytes(self, name: str) -> int:
+        return 0
+
+    def release(self, name: str) -> None:
+        pass
+
+    def refuse_unused(self, *_: object) -> None:
+        pass
+
+
+def run(model: str) -> dict:
+    if not torch.cuda.is_available():
+        raise SystemExit("gpu: needs a CUDA device")
+    about = torch.cuda.get_device_properties(0)
+    return {"gpu": about.name, "gpu_memory_gib": round(about.total_memory / 2**30, 1)} | measure(SHAPES[model], "cuda")
+
+
+def measure(shape: Shape, device: str) -> dict:
+    """Ours, then transformers', on a device of this name."""
+    rates = {"bandwidth": machine.bandwidth(device), "peak": machine.gemm_peak(device, torch.bfloat16)}
+    config = LlamaConfig(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, max_position_embeddings=4096,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    result = {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+    result["ours"] = ours(config, shape, device)
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    result[f"transformers {transformers.__version__}"] = theirs(config, shape, device)
+    weights = result["ours"]["weight_bytes"]
+    for batch in shape.batches:
+        least = weights + batch * shape.context * result["ours"]["token_bytes"]
+        seconds = 1e-3 * result["ours"]["decode_ms"][batch]
+        result["ours"].setdefault("decode_share_of_floor", {})[batch] = round(least / rates["bandwidth"] / seconds, 3)
+    flop = 2 * shape.layers * shape.hidden * (4 * shape.hidden + 3 * shape.intermediate) * shape.context
+    result["ours"]["prompt_share_of_peak"] = round(flop / rates["peak"] / (1e-3 * result["ours"]["prompt_ms"]), 3)
+    return result
+
+
+def ours(config: LlamaConfig, shape: Shape, device: str) -> dict:
+    longest, widest = max(point[0] for point in shape.points), max(point[1] for point in shape.points)
+    checkpoint, load_plan.Checkpoint = load_plan.Checkpoint, RandomWeights
+    RandomWeights.device = device
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config.to_dict()))
+            runner = ModelRunner.load(
+                folder, device=device, dtype="bfloat16", max_batch_tokens=longest * widest,
+                max_batch=max(*shape.batches, 2 * widest), context=longest + 1,
+            )  # fmt: skip
+    except ModelError as error:
+        raise SystemExit(f"gpu: {error}") from error
+    finally:
+        load_plan.Checkpoint = checkpoint
+    info = runner.info
+    result: dict = {
+        "weight_bytes": info.weight_bytes, "token_bytes": runner.cache.token_bytes, "block_size": info.block_size,
+        "graphs": runner.decoder.graphs is not None, "num_blocks": info.num_blocks,
+    }  # fmt: skip
+    result |= timed(shape, lambda batch: Ours(runner, batch, shape.context))
+    if shape.context >= 1024:
+        result["decode_cost"] = sarathi_tables.decode_cost(runner, 3 * ROUNDS)
+    result["policies"] = [
+        sarathi_tables.compare(runner, *point, shape.chunk, sarathi_tables.POLICIES, ROUNDS) for point in shape.points
+    ]
+    runner.release()
+    return result
+
+
+def theirs(config: LlamaConfig, shape: Shape, device: str) -> dict:
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    return timed(shape, lambda batch: Theirs(model, batch, shape.context, device))
+
+
+def timed(shape: Shape, make: Callable[[int], "Ours | Theirs"]) -> dict:
+    """Milliseconds of a prompt of `context` tokens, and of decodes behind such prompts."""
+    out: dict = {"decode_ms": {}}
+    for batch in shape.batches:
+        runs = make(batch)
+        prompts = [runs.prompt(n) for n in range(batch)]
+        steps = [runs.step() for _ in range(STEPS)]
+        if batch == 1:
+            out["prompt_ms"] = round(1e3 * min(*prompts, *(make(1).prompt(0) for _ in range(2))), 3)
+        out["decode_ms"][batch] = round(1e3 * median(steps[2:]), 3)
+        runs.end()
+    return out
+
+
+class Ours:
+    def __init__(self, runner: ModelRunner, batch: int, context: int) -> None:
+        self.runner, self.batch, self.context, self.at = runner, batch, context, context
+        each = -(-(context + STEPS + 1) // runner.info.block_size)
+        self.tables = [list(range(n * each, (n + 1) * each)) for n in range(batch)]
+
+    def prompt(self, n: int) -> float:
+        tokens = [300 + i % 7000 for i in range(self.context)]
+        new = NewSequence(n, tokens, self.context, workload.greedy(1 << 20))
+        return self._step([new], [SliceWork(n, 0, self.context, True, 0, self.tables[n])])
+
+    def step(self) -> float:
+        work = [SliceWork(n, self.at, 1, True, len(self.tables[n]), []) for n in range(self.batch)]
+        self.at += 1
+        return self._step([], work)
+
+    def _step(self, new: list[NewSequence], work: list[SliceWork]) -> float:
+        begin = time.perf_counter()
+        outputs, _, _ = self.runner.step(new, work, [])
+        assert not any(output.error for output in outputs)
+        return time.perf_counter() - begin
+
+    def end(self) -> None:
+        self.runner.step([], [], list(range(self.batch)))
+
+
+class Theirs:
+    """A forward pass, the likeliest token of each sequence, and so on: what `generate` does, without its checks."""
+
+    def __init__(self, model: transformers.PreTrainedModel, batch: int, context: int, device: str) -> None:
+        self.model, self.batch, self.context, self.device = model, batch, context, device
+        self.cache, self.tokens = None, torch.empty(0)
+
+    def prompt(self, n: int) -> float:
+        """The last one of the batch is that of all, since they have to begin together."""
+        rows = self.batch if n == self.batch - 1 else 1
+        ids = torch.tensor([[300 + i % 7000 for i in range(self.context)]] * rows, device=self.device)
+        return self._forward(ids, None)
+
+    def step(self) -> float:
+        return self._forward(self.tokens, self.cache)
+
+    @torch.inference_mode()
+    def _forward(self, ids: torch.Tensor, cache: object) -> float:
+        machine.finish(self.device)
+        begin = time.perf_counter()
+        result = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        self.cache, self.tokens = result.past_key_values, result.logits[:, -1].argmax(-1, keepdim=True)
+        machine.finish(self.device)
+        return time.perf_counter() - begin
+
+    def end(self) -> None:
+        self.cache = None

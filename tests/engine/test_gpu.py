@@ -1,0 +1,325 @@
+"""What a GPU computes, on the host ("cpu:0"): by gathered attention, and by what FlashAttention is documented to do.
+
+Tests marked `gpu` do the same on a CUDA device.
+"""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks.gpu import Shape, measure
+from benchmarks.sarathi_tables import POLICIES
+from paceline.batching.config import SchedulerConfig
+from paceline.cli.sources import BUILTIN
+from paceline.controller import GroupConfig
+from paceline.core.request import SamplingParams
+from paceline.engine import gpu
+from paceline.engine.attention import SliceSpan
+from paceline.engine.config import ModelConfig, ModelError, precision
+from paceline.engine.gpu import Flash, PagedCache
+from paceline.engine.graphs import Graphs
+from paceline.engine.model import Decoder, load_decoder
+from paceline.engine.runner import ModelRunner
+from paceline.engine.weights import Checkpoint
+from paceline.runtime.offline import Offline
+from tests.engine import checkpoints
+from tests.engine.schedules import forced
+from tests.engine.test_model import prompt
+
+HOST = "cpu:0"
+CUDA = pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+])  # fmt: skip
+DEVICES = [HOST, CUDA]
+BLOCK = 4
+MIXED = ["llama-mqa", "llama-biases", "mistral-window", "qwen3-window", "llama-yarn"]
+
+
+def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, enable_gqa, seqused_k, block_table,
+           num_splits):  # fmt: skip
+    """`torch.nn.attention.varlen.varlen_attn` as its documentation says it works, with a block table."""
+    tables = (cu_seq_q, seqused_k, block_table) if cu_seq_k is None else (cu_seq_q, cu_seq_k, seqused_k, block_table)
+    assert {table.dtype for table in tables} == {torch.int32} and num_splits == 1
+    count = len(seqused_k)
+    assert cu_seq_q.shape == (count + 1,) and block_table.shape[0] == count and enable_gqa == (
+        query.shape[1] != key.shape[2]
+    )
+    assert cu_seq_k is None or cu_seq_k.tolist() == [0, *seqused_k.cumsum(0).tolist()]
+    out = torch.full_like(query, torch.nan)
+    for begin, end, used, table in zip(cu_seq_q, cu_seq_q[1:], seqused_k, block_table, strict=False):
+        length, used = int(end - begin), int(used)
+        assert length <= max_q and used <= max_k
+        keys, values = (page[table].flatten(0, 1)[:used].transpose(0, 1) for page in (key, value))
+        behind = torch.arange(used - length, used)[:, None] - torch.arange(used)
+        seen = (behind >= 0) & ((behind <= window_size[0]) | (window_size[0] < 0))
+        part = query[begin:end].transpose(0, 1)
+        out[begin:end] = F.scaled_dot_product_attention(part, keys, values, seen, enable_gqa=enable_gqa).transpose(0, 1)
+    return out
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where FlashAttention reads pages."""
+    monkeypatch.setattr(gpu, "varlen_attn", varlen)
+    monkeypatch.setattr(gpu, "flash", lambda *_: Flash(BLOCK, True))
+
+
+def load(path: Path, device: str, kind: str = "plain") -> Decoder:
+    return load_decoder(Checkpoint(path), ModelConfig.load(path), device=device, kind=kind)
+
+
+class Paged:
+    """Sequences over a pool whose blocks are handed out in random order."""
+
+    def __init__(self, decoder: Decoder, num_blocks: int = 200, size: int = BLOCK):
+        self.decoder, self.size = decoder, size
+        self.cache = PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
+        self.free = random.Random(7).sample(range(num_blocks), num_blocks)
+        self.tables: dict[int, list[int]] = {}
+
+    @torch.inference_mode()
+    def step(self, work: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
+        """Runs (sequence, start, tokens) slices in one forward; the logits of all their tokens."""
+        spans = []
+        for sequence, start, tokens in work:
+            table = self.tables.setdefault(sequence, [])
+            while len(table) * self.size < start + len(tokens):
+                table.append(self.free.pop())
+            spans.append(SliceSpan(start, len(tokens), table))
+        flat = torch.tensor([token for _, _, tokens in work for token in tokens], device=self.decoder.device)
+        plan = self.decoder.plan(spans, self.size)
+        logits = self.decoder.logits(self.decoder.forward(flat, plan, self.cache, np.zeros(1, np.int64)))
+        assert logits.dtype == torch.float32
+        return list(logits.cpu().split([len(tokens) for _, _, tokens in work]))
+
+
+def through_chunks(paged: Paged, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of prompts of 90 and 70 tokens: whole ones, chunks at contexts, slices of one length, decodes."""
+    got: list[list[torch.Tensor]] = [[], []]
+    at = [0, 0]
+    for lengths in [(17, 0), (1, 31), (13, 1), (3, 3), (1, 5), (29, 1), (1, 1), (9, 19), (16, 9)]:
+        work = [(i, at[i], prompts[i][at[i] : at[i] + n]) for i, n in enumerate(lengths) if n]
+        for (i, _, tokens), logits in zip(work, paged.step(work), strict=True):
+            got[i].append(logits)
+            at[i] += len(tokens)
+    assert at == [90, 70]
+    return [torch.cat(parts) for parts in got]
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference beside the size of the logits."""
+    assert float(theirs.std()) > 0.3, "flat logits would prove nothing"
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", checkpoints.FAMILIES)
+def test_logits_match_transformers(family: str, device: str, tmp_path: Path) -> None:
+    model, prompts = checkpoints.save(family, tmp_path), [prompt(90, 1), prompt(70, 2)]
+    ours = through_chunks(Paged(load(tmp_path, device)), prompts)
+    for mine, tokens in zip(ours, prompts, strict=True):
+        assert apart(mine, checkpoints.reference_logits(model, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_flash_attention_is_asked_for_the_same(family: str, flash: None, tmp_path: Path) -> None:
+    model, prompts = checkpoints.save(family, tmp_path), [prompt(90, 1), prompt(70, 2)]
+    ours = through_chunks(Paged(load(tmp_path, HOST)), prompts)
+    for mine, tokens in zip(ours, prompts, strict=True):
+        assert apart(mine, checkpoints.reference_logits(model, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama-tied", "qwen3-bias", "mixtral"])
+def test_half_precision(family: str, kind: str, device: str, tmp_path: Path) -> None:
+    """The mantissa of bfloat16 has 8 bits, that of float16 11. A router may choose another expert then."""
+    model, prompts = checkpoints.save(family, tmp_path, torch.bfloat16), [prompt(90, 1), prompt(70, 2)]
+    paged = Paged(load(tmp_path, device, kind))
+    assert {paged.cache.pool.dtype, paged.decoder.layers[0].qkv.weight.dtype} == {getattr(torch, kind)}
+    for mine, tokens in zip(through_chunks(paged, prompts), prompts, strict=True):
+        theirs = checkpoints.reference_logits(model, tokens)
+        assert (mine - theirs).abs().mean() / theirs.std() < (0.05 if family != "mixtral" else 0.2)
+
+
+def test_slices_are_gathered_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = checkpoints.save("qwen2-window", tmp_path), [prompt(90, 1), prompt(70, 2)]
+    monkeypatch.setattr(gpu, "GATHERED", 40)
+    for mine, tokens in zip(through_chunks(Paged(load(tmp_path, HOST)), prompts), prompts, strict=True):
+        assert apart(mine, checkpoints.reference_logits(model, tokens)) < 1e-4
+
+
+def test_a_tied_head_is_held_once(tmp_path: Path) -> None:
+    for family, once in (("llama-tied", True), ("llama2", False)):
+        checkpoints.save(family, tmp_path / family)
+        decoder = load(tmp_path / family, HOST)
+        assert (decoder.embedding.table.data_ptr() == decoder.head.weight.data_ptr()) == once
+
+
+class Eager(Graphs):
+    """Records nothing: the same passes over the same memory, when they are asked for."""
+
+    def _record(self, size):
+        return lambda: self._pass(size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_graphs_compute_what_passes_do(device: str, tmp_path: Path, request, monkeypatch) -> None:
+    checkpoints.save("qwen2", tmp_path)
+    kind = "bfloat16"
+    if device == HOST:
+        request.getfixturevalue("flash")
+        monkeypatch.setattr("paceline.engine.model.Graphs", Eager)
+        kind = "plain"
+    decoder = load(tmp_path, device, kind)
+    reads = gpu.flash(device, decoder.dtype, decoder.config.head_dim)
+    if reads is None:
+        pytest.skip("torch's FlashAttention reads no pages here")
+    plain, recorded = (Paged(decoder, 60, reads.block_size) for _ in range(2))
+    prompts = [prompt(5 + n, n) for n in range(11)]
+    for paged in (plain, recorded):
+        paged.step([(n, 0, tokens) for n, tokens in enumerate(prompts)])
+    with torch.inference_mode():
+        decoder.record(recorded.cache, 11, 60)
+    graph, decoder.graphs = decoder.graphs, None
+    assert graph.sizes == [1, 2, 4, 8, 16]
+    for turn, count in enumerate((11, 3, 8, 1, 11)):
+        work = [(n, len(prompts[n]), [9 + turn]) for n in range(count)]
+        want = plain.step(work)
+        decoder.graphs = graph
+        assert graph.fit(decoder.plan([SliceSpan(at, 1, plain.tables[n]) for n, at, _ in work], reads.block_size))
+        got = recorded.step(work)
+        decoder.graphs = None
+        for n, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+            assert torch.allclose(mine, theirs, atol=1e-5 if kind == "plain" else 0.1), (turn, n)
+            prompts[n].append(9 + turn)
+    own = slice(0, recorded.cache.num_blocks)  # rows that fill up a batch have touched nobody's
+    assert torch.allclose(recorded.cache.pool[:, :, own].float(), plain.cache.pool[:, :, own].float(), atol=0.1)
+
+
+def test_graphs_are_for_what_they_have_room_for(flash, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("paceline.engine.model.Graphs", Eager)
+    checkpoints.save("qwen2", tmp_path / "one")
+    decoder = load(tmp_path / "one", HOST)
+    cache = PagedCache(decoder.config, 60, BLOCK, HOST)
+    with torch.inference_mode():
+        decoder.record(cache, 3, 40)
+
+    def fits(*spans: SliceSpan) -> bool:
+        return decoder.graphs.fit(decoder.plan(list(spans), BLOCK))
+
+    one = SliceSpan(3, 1, [0])
+    assert fits(one) and fits(*[one] * 4) and fits(SliceSpan(39, 1, list(range(10))))
+    assert not fits(*[one] * 5) and not fits(SliceSpan(3, 2, [0, 1]), one)
+    assert not fits(SliceSpan(40, 1, list(range(11))))
+    checkpoints.save("mixtral", tmp_path / "experts")
+    experts = load(tmp_path / "experts", HOST)
+    experts.record(PagedCache(experts.config, 60, BLOCK, HOST), 3, 40)
+    assert experts.graphs is None
+
+
+def generate(device: str, drafter: str = "ngram", draft: int = 0, **options: object) -> list[list[int]]:
+    """What the built-in model says, greedy and seeded, in chunks and batches, now and then preempted."""
+    runner = ModelRunner.load(
+        BUILTIN / "coder", max_batch_tokens=64, max_batch=8, num_blocks=100, device=device, dtype="float32",
+        drafter=drafter, **options
+    )  # fmt: skip
+    size = runner.info.block_size
+    offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(48, 8, size, 100)))
+    forced(7)(offline.controller.groups[0].scheduler)
+    text = "import os\nimport sys\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n"
+    tokens = [[3 + ord(letter) % 90 for letter in part] for part in (text * 2, "def f(")] * 3
+    base = SamplingParams(max_tokens=24, ignore_eos=True, max_draft_tokens=draft)
+    params = [
+        replace(base, temperature=0.0),
+        replace(base, temperature=0.9, top_p=0.9, seed=5),
+        replace(base, temperature=1.1, top_k=20, seed=6, repetition_penalty=1.2),
+    ]
+    return [list(output.tokens) for output in offline.generate(tokens, params * 2)]
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> list[list[int]]:
+    return generate("cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("drafter", "draft"), [("ngram", 0), ("ngram", 3), (str(BUILTIN / "coder-draft"), 3), ("early_exit", 3)],
+    ids=["none", "ngram", "model", "early_exit"],
+)  # fmt: skip
+def test_a_runner_yields_the_tokens_of_a_cpu(drafter: str, draft: int, device: str, on_cpu: list[list[int]]) -> None:
+    assert generate(device, drafter, draft) == on_cpu
+
+
+def test_memory_is_planned_for_what_a_device_holds(tmp_path: Path) -> None:
+    limits = dict(max_batch_tokens=64, max_batch=8, num_blocks=20)
+    half = ModelRunner.load(BUILTIN / "coder", device=HOST, dtype="bfloat16", **limits)
+    whole = ModelRunner.load(BUILTIN / "coder", device=HOST, **limits)
+    config = half.decoder.config
+    table = config.hidden * config.vocab_size * (0 if config.tied else 1)
+    assert whole.info.weight_bytes == config.weight_bytes() + 4 * table
+    parts = [part for layer in half.decoder.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    held = sum(part.nbytes for part in (*parts, half.decoder.head)) + 2 * table
+    assert held < half.info.weight_bytes < 1.02 * held
+    assert half.info.kv_bytes == half.info.num_blocks * half.info.block_size * half.cache.token_bytes
+    assert 2 * half.info.kv_bytes == whole.info.kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "quantization", "message"),
+    [
+        ("cpu", "bfloat16", "none", "dtype: CPUs compute in float32, not in bfloat16; valid are auto and float32"),
+        ("cpu", "half", "none", "dtype: 'half' is not one of auto, float32, bfloat16, float16"),
+        (HOST, "auto", "int8", "quantization: int8 is for CPUs; on cpu:0 only none is valid"),
+        ("cuda", "auto", "int4", "quantization: 'int4' is not one of none, int8"),
+    ],
+)
+def test_what_a_device_cannot_compute_in(device, dtype, quantization, message) -> None:
+    with pytest.raises(ModelError) as caught:
+        precision(device, dtype, quantization)
+    assert str(caught.value) == message
+    assert precision("cuda", "auto", "none") == "bfloat16" and precision("cuda", "float32", "none") == "none"
+    assert precision("cpu", "auto", "int8") == "int8" and precision("cuda:1", "float16", "none") == "float16"
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_flash_attention_is_tried_before_it_is_used(counts: bool, monkeypatch) -> None:
+    monkeypatch.setattr(gpu, "varlen_attn", varlen)
+    how = Flash(8, counts)
+    assert gpu._is_right(how, HOST, torch.bfloat16, 16)
+
+    def first_only(*args, **options):  # https://github.com/pytorch/pytorch/issues/194167
+        out = varlen(*args, **options)
+        out[7:] = 0.0
+        return out
+
+    monkeypatch.setattr(gpu, "varlen_attn", first_only)
+    assert not gpu._is_right(how, HOST, torch.bfloat16, 16)
+    assert gpu.flash(HOST, torch.bfloat16, 16) is None  # no such thing on a host
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_attention_reads_pages(dtype: torch.dtype, head_dim: int) -> None:
+    """On Ampere and later with torch 2.13; elsewhere it is gathered attention that runs."""
+    found = gpu.flash("cuda", dtype, head_dim)
+    if found is None:
+        pytest.skip("torch's FlashAttention reads no pages here")
+    larger = found._replace(block_size=2 * found.block_size)
+    assert found.block_size in gpu.PAGES and gpu._is_right(larger, "cuda", dtype, head_dim)
+
+
+def test_the_benchmark_runs() -> None:
+    shape = Shape(64, 96, 2, 4, ((48, 2, 5.0),), vocabulary=8192, chunk=16, context=40, batches=(1, 3))
+    result = measure(shape, HOST)
+    ours, theirs = (result[name] for name in ("ours", next(name for name in result if "transformers" in name)))
+    assert set(ours["decode_ms"]) == set(theirs["decode_ms"]) == {1, 3}
+    assert set(ours["policies"][0]["end_to_end"]) == set(POLICIES) and ours["prompt_share_of_peak"] > 0
