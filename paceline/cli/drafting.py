@@ -27,8 +27,8 @@ class Drafting:
     quantization: str | None = None  # of a draft model
 
     @staticmethod
-    def of(speculation: Speculation) -> "Drafting":
-        """Raises ValueError naming the drafter."""
+    def of(speculation: Speculation, device: str = "cpu") -> "Drafting":
+        """Draft models are in int8 by default, on a GPU as their target. Raises ValueError naming the drafter."""
         layers, most = speculation.early_exit_layers, speculation.max_draft_tokens
         drafter = DrafterName("ngram") if speculation.drafter == "none" else _resolved(speculation.drafter)
         if layers is not None and drafter.kind != "early_exit":
@@ -37,7 +37,8 @@ class Drafting:
             raise ValueError("speculation.quantization: is only allowed with a draft model")
         if speculation.drafter == "none":
             return Drafting()
-        quantization = speculation.quantization or ("int8" if drafter.kind == "model" else None)
+        default = "int8" if drafter.kind == "model" and device == "cpu" else None
+        quantization = speculation.quantization or default
         return Drafting(drafter, layers, most, speculation.adaptive, quantization)
 
     def quantized(self, target: str) -> str:

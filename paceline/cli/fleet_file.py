@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from paceline.core.request import MAX_DRAFT_TOKENS
 
-Quantization = Literal["none", "int8"]  # engine.linear.QUANTIZATIONS, without torch
+Quantization = Literal["none", "int8"]  # engine.config.QUANTIZATIONS
 
 
 class Goals(BaseModel):
@@ -65,7 +65,7 @@ class Speculation(BaseModel):
     max_draft_tokens: int = Field(default=4, ge=1, le=MAX_DRAFT_TOKENS)
     adaptive: bool = True  # as many as pay, by profiles and by what was accepted; else always the most
     early_exit_layers: int | None = Field(default=None, ge=1)  # a quarter of the model's by default
-    quantization: Quantization | None = None  # of a draft model; int8 by default
+    quantization: Quantization | None = None  # of a draft model; int8 by default on CPUs
 
 
 class Entry(BaseModel):

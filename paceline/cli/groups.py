@@ -62,31 +62,40 @@ def plan(file: FleetFile, known: Planned) -> Placement:
 
 
 def worker_groups(
-    models: Sequence[Model], placement: Placement | None, limits: Limits, known: Planned | None = None
-) -> list[WorkerGroup]:
-    """Without a placement a worker for each model. `known`: what was planned with, which says what a stage takes."""
+    models: Sequence[Model], placement: Placement | None, limits: Limits, known: Planned | None = None,
+    elsewhere: bool = False,
+) -> list[WorkerGroup]:  # fmt: skip
+    """Without a placement a worker for each model. `known`: what was planned with, which says what a stage takes;
+    `elsewhere`: somebody else gives each worker its GPU."""
     if placement is None:
-        return [worker_group([model], limits) for model in models]
+        alone = [() if elsewhere else (number,) for number in range(len(models))]
+        return [worker_group([model], limits, devices=mine) for model, mine in zip(models, alone, strict=True)]
     named = {model.name: model for model in models}
     return [
-        worker_group([named[name] for name in group.models], limits, group.parallel, known)
+        worker_group(
+            [named[name] for name in group.models], limits, group.parallel, known, () if elsewhere else group.devices
+        )
         for group in placement.groups
         if group.models
     ]
 
 
 def worker_group(
-    models: Sequence[Model], limits: Limits, parallel: Parallel = Parallel(), known: Planned | None = None  # noqa: B008
-) -> WorkerGroup:
+    models: Sequence[Model], limits: Limits, parallel: Parallel = Parallel(), known: Planned | None = None,  # noqa: B008
+    devices: Sequence[int] = (),
+) -> WorkerGroup:  # fmt: skip
     """Models that share the workers of a group, each with an equal part of the memory for KV, to lend.
 
     Where the memory does not hold all of them, as many as it does are loaded at a time, with fixed parts. Where the
-    number of blocks is given, it is fixed, too.
+    number of blocks is given, it is fixed, too. `devices`: of each worker, where those are GPUs. Raises ValueError.
     """
+    on_gpus = any(model.device != "cpu" for model in models)
     shares = [known.share(model.name, parallel) if known else None for model in models]
     served = [group_model(model, parallel, share) for model, share in zip(models, shares, strict=True)]
     memory = limits["memory"]
     slots = held_of([weight_bytes(model, parallel) for model in models], memory) if memory else None
+    if slots is not None and on_gpus:
+        raise ValueError("memory: does not hold all models of a group, and models are loaded by need on CPUs only")
     if slots is None:
         left = range(len(models), 0, -1)
         lends = len(models) > 1 and limits["num_blocks"] is None
@@ -101,7 +110,8 @@ def worker_group(
             for model, some in zip(models, blocks, strict=True)
         ]
         served = [dataclasses.replace(one, slots=slots, resident=n < slots) for n, one in enumerate(served)]
-    return WorkerGroup(tuple(served), GroupOptions(tuple(options), parallel).command, parallel)
+    group = GroupOptions(tuple(options), parallel, devices=tuple(devices) if on_gpus else ())
+    return WorkerGroup(tuple(served), group.command, parallel)
 
 
 def held_of(sizes: Sequence[float], memory: int) -> int | None:
@@ -118,17 +128,17 @@ def held_of(sizes: Sequence[float], memory: int) -> int | None:
 def weight_bytes(model: Model, parallel: Parallel) -> float:
     """Of the first worker's part, with what it holds to draft by."""
     whole, draft = model.encoder or ModelConfig.load(model.path), _draft(model, parallel)
-    beside = draft.weight_bytes(model.drafting.quantized(model.quantization)) if draft else 0
-    return whole.weight_bytes(model.quantization) / parallel.devices + beside
+    beside = draft.weight_bytes(model.draft_precision) if draft else 0
+    return whole.weight_bytes(model.precision) / parallel.devices + beside
 
 
 def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:
     """That so many bytes of each worker hold; None for models without."""
     if model.encoder:
         return None
-    per_token = ModelConfig.load(model.path).kv_bytes_per_token(model.quantization) / parallel.devices
+    per_token = ModelConfig.load(model.path).kv_bytes_per_token(model.precision) / parallel.devices
     if draft := _draft(model, parallel):
-        per_token += draft.kv_bytes_per_token(model.drafting.quantized(model.quantization))
+        per_token += draft.kv_bytes_per_token(model.draft_precision)
     return max(1, int(room / (per_token * BLOCK_SIZE)))
 
 
@@ -137,11 +147,12 @@ def _draft(model: Model, parallel: Parallel) -> ModelConfig | None:
 
 
 def on_cluster(
-    groups: Sequence[WorkerGroup], cluster: RayCluster, threads: int, file: FleetFile | None
+    groups: Sequence[WorkerGroup], cluster: RayCluster, threads: int, file: FleetFile | None, gpus: bool = False
 ) -> list[WorkerGroup]:
-    """On nodes of a Ray cluster, with so many cores for each worker. Raises ValueError where there is no room."""
-    keys = file.cluster if file else ClusterKeys()
-    launchers = cluster.reserve([group.parallel for group in groups], {"CPU": threads}, keys.devices_per_node)
+    """On nodes of a Ray cluster, with so many cores for each worker, and a GPU. Raises ValueError where there is no
+    room."""
+    keys, device = file.cluster if file else ClusterKeys(), {"CPU": threads} | ({"GPU": 1} if gpus else {})
+    launchers = cluster.reserve([group.parallel for group in groups], device, keys.devices_per_node)
     return [dataclasses.replace(group, launcher=launcher) for group, launcher in zip(groups, launchers, strict=True)]
 
 
@@ -149,6 +160,8 @@ def worker_options(model: Model, limits: Limits, share: float, lends: bool = Fal
     drafting = model.drafting
     return WorkerOptions(
         str(model.path),
+        device=model.device,
+        dtype=model.dtype,
         quantization=model.quantization,
         drafter=str(drafting.drafter),
         early_exit_layers=drafting.early_exit_layers,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from paceline.batching.budget import GoalBudget
 from paceline.cli import fleet_file, profile_cache
+from paceline.cli.accelerators import Accelerator, DType
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.fleet_profile import measured_here
@@ -12,7 +13,7 @@ from paceline.cli.goals import goal_budget
 from paceline.cli.planning import text_steps, text_times
 from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
-from paceline.engine.config import ModelConfig
+from paceline.engine.config import ModelConfig, precision
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.tokenizer import Tokenizer
 from paceline.latency.profile import Profile
@@ -26,6 +27,8 @@ class Model:
     tokenizer: Tokenizer
     quantization: Quantization = "none"
     slo: SLO = NO_SLO
+    device: Accelerator = "cpu"
+    dtype: DType = "auto"
     profile: Profile | None = None
     step_time: StepTime | None = None  # None: nobody has measured it
     budget: GoalBudget | None = None  # None: as wide as the token budget, always
@@ -33,16 +36,30 @@ class Model:
     draft_profile: Profile | None = None
     encoder: EncoderConfig | None = None  # None: it generates
 
+    @property
+    def precision(self) -> str:
+        """Of its weights, one of `config.PRECISIONS`; encoders are in float32 on a GPU, too. Raises ValueError."""
+        return precision(self.device, "float32" if self.encoder else self.dtype, self.quantization)
+
+    @property
+    def draft_precision(self) -> str:
+        """Of a draft model. Raises ValueError."""
+        quantization = self.drafting.quantization
+        if quantization is None:
+            return self.precision
+        return precision(self.device, self.dtype, quantization, "speculation.quantization")
+
 
 def is_fleet_file(sources: list[str]) -> bool:
     return len(sources) == 1 and sources[0].endswith((".yaml", ".yml"))
 
 
 def find_models(
-    sources: list[str], names: list[str], quantization: Quantization = "none", slo: SLO = NO_SLO
-) -> list[Model]:
+    sources: list[str], names: list[str], quantization: Quantization = "none", slo: SLO = NO_SLO,
+    device: Accelerator = "cpu", dtype: DType = "auto",
+) -> list[Model]:  # fmt: skip
     """Resolves all sources before anything is loaded; `quantization` and `slo` are for those that a fleet file does not
-    name. Raises ValueError naming the source."""
+    name. Raises ValueError naming the source, or what the device cannot compute in."""
     if is_fleet_file(sources):
         if quantization != "none" or slo != NO_SLO:
             raise ValueError("quantization, tbt-goal: with a fleet file they are keys of its models: quantization, slo")
@@ -65,8 +82,9 @@ def find_models(
         goals = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
         encoder = EncoderConfig.load(path) if is_encoder(path) else None
         check_goals(name, encoder is not None, goals, entry.speculation.drafter)
-        model = Model(name, path, Tokenizer.load(path), entry.quantization, goals, encoder=encoder)
-        model = replace(model, drafting=Drafting.of(entry.speculation))
+        model = Model(name, path, Tokenizer.load(path), entry.quantization, goals, device, dtype, encoder=encoder)
+        model = replace(model, drafting=Drafting.of(entry.speculation, device))
+        assert model.precision and model.draft_precision  # or refused
         if model.drafting.drafter.kind == "early_exit":
             ModelConfig.load(path).exit_layers(model.drafting.early_exit_layers)  # refused before anything is measured
         models.append(model)
@@ -95,6 +113,8 @@ def paced(
     profile` with these options. Raises ValueError for a goal below the floor.
     """
     if model.encoder:
+        if model.device != "cpu":
+            return model
         file = profile_cache.cache_file(model.path, model.quantization, profile_cache.Device.here(threads))
         if (measures or model.slo != NO_SLO) and not file.exists():
             given = ["--threads", str(threads)] if threads else []
@@ -104,14 +124,16 @@ def paced(
         times, _, error = text_times(file)
         step, budget = text_steps(times, maximum, error)
         return replace(model, step_time=step, budget=budget)
-    device, tbt, chooses = profile_cache.Device.here(threads), model.slo.tbt, model.drafting.chooses
+    device = profile_cache.Device.here(threads, model.device, model.dtype)
+    tbt, chooses = model.slo.tbt, model.drafting.chooses
     needed = measures or tbt is not None or model.slo.ttft is not None or chooses
 
     def profile_of(path: Path, quantization: str, name: str, options: list[str], needed: bool) -> Profile | None:
         file = profile_cache.cache_file(path, quantization, device)
         known = profile_cache.load(file)
         if known is None and needed:
-            measured_here(path, name, ["--quick", *options, "--quantization", quantization])
+            where = ["--device", model.device, "--dtype", model.dtype]
+            measured_here(path, name, ["--quick", *options, "--quantization", quantization, *where])
             known = profile_cache.load(file)
             assert known is not None
         return known

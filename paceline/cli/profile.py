@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from paceline.cli import draft_profile, fleet_file, fleet_profile, live_profile, profile_cache
+from paceline.cli.accelerators import Accelerator, DType, check
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.goals import goal_budget
@@ -21,6 +22,7 @@ from paceline.cli.sources import default_name, resolve
 from paceline.core.batch import StepShape
 from paceline.core.drafter_name import FORMS
 from paceline.core.model_spec import ModelSpec
+from paceline.engine.config import precision
 from paceline.engine.encoder_config import is_encoder
 from paceline.latency.profile import Profile
 
@@ -48,6 +50,8 @@ def profile(
     memory: Annotated[str | None, typer.Option(help="For weights and KV, such as 6GiB; default: what is left.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
+    device: Annotated[Accelerator, typer.Option(help="What computes.")] = "cpu",
+    dtype: Annotated[DType, typer.Option(help="Of weights; auto: float32 on CPUs, bfloat16 on GPUs.")] = "auto",
     tbt_goal: Annotated[float | None, typer.Option(min=0, help="Seconds between tokens to be held.")] = None,
     speculation: Annotated[
         bool, typer.Option("--speculation", help="Measure what each DRAFT is worth, instead of steps.")
@@ -86,7 +90,11 @@ def profile(
         "speculation": speculation, "tbt-goal": tbt_goal is not None, "plot": plot, "memory": memory,
         "context": context, "token-budget": token_budget != MAX_TOKENS, "max-batch": max_batch != MAX_BATCH,
     }  # fmt: skip
+    check(device, 1)
+    precision(device, dtype, quantization)
+    on_gpu = {"device": device != "cpu", "dtype": dtype != "auto"}
     if source.endswith((".yaml", ".yml")):
+        of_steps |= on_gpu
         _refuse(of_steps | {"json": json, "quantization": quantization != "none"}, "of one model, and this is a fleet")
         if out is None:
             raise ValueError("out: says where a fleet's profile goes: --out PROFILE.json")
@@ -101,17 +109,17 @@ def profile(
     path, name = resolve(source), default_name(source)
     seconds = seconds or (QUICK_S if quick else FULL_S)
     if is_encoder(path):
-        _refuse(of_steps, f"of models that generate, and {source!r} is an encoder")
+        _refuse(of_steps | on_gpu, f"of models that generate, and {source!r} is an encoder")
         _encoder(path, name, json, threads, quantization, prompt_tokens or ENCODER_TOKENS, seconds, quick)
         return
     _refuse({"prompt-tokens": prompt_tokens}, f"of encoders, and {source!r} generates")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for workers; before torch is imported
-    limits: dict[str, Any] = {"threads": threads, "quantization": quantization}
+    limits: dict[str, Any] = {"threads": threads, "quantization": quantization, "device": device, "dtype": dtype}
     if speculation:
         if text and not text.is_file():
             raise ValueError(f"text: {text} is not a file")
-        asked = (Drafting.of(Speculation(drafter=one)) for one in drafts or ())
-        drafters = [way for one in asked for way in _ways(one, quantization)]
+        asked = [Drafting.of(Speculation(drafter=one), device) for one in drafts or ()]
+        drafters = [way for one in asked for way in _ways(one, quantization)] if device == "cpu" else asked
         _drafts(path, name, drafters, text, 1 if quick else 3, limits, plot, json)
         return
     limits |= {
@@ -149,7 +157,8 @@ def _steps(
     from paceline.engine.profiler import profile as measure
     from paceline.engine.runner import ModelRunner
 
-    memory, max_batch = limits["memory"] or available_bytes() + resident_bytes(), limits["max_batch"]
+    on, dtype, max_batch = limits["device"], limits["dtype"], limits["max_batch"]
+    memory = limits["memory"] or available_bytes(on) + (resident_bytes() if on == "cpu" else 0)
     with _progress() as bars:
         loading = bars.add_task(f"loading {name}", total=None)
         runner = ModelRunner.load(
@@ -157,10 +166,11 @@ def _steps(
         )
         steps = bars.add_task(f"profiling {name}", total=None)
         result = measure(
-            runner, max_tokens=token_budget, max_batch=max_batch, quantization=limits["quantization"], seconds=seconds,
+            runner, max_tokens=token_budget, max_batch=max_batch, seconds=seconds,
+            quantization=precision(on, dtype, limits["quantization"]),
             progress=lambda done, total: bars.update(steps, completed=done, total=total),
         )  # fmt: skip
-    device = profile_cache.Device.here(limits["threads"])
+    device = profile_cache.Device.here(limits["threads"], on, dtype)
     kept = profile_cache.cache_file(path, limits["quantization"], device)
     for file in (kept, json):
         if file:

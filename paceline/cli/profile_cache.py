@@ -10,20 +10,23 @@ from typing import Any
 import msgspec
 
 from paceline import __version__
+from paceline.cli.accelerators import Accelerator, DType, gpu_name
 from paceline.latency.profile import Percentiles, Profile
 
 
-class Device(msgspec.Struct, frozen=True):
+class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a profile holds for, beside the model. `threads` as asked for; None is torch's own choice."""
 
     cpu: str
     threads: int | None
     torch: str
     paceline: str
+    gpu: str = ""  # where one computes, and in which type
 
     @staticmethod
-    def here(threads: int | None) -> "Device":
-        return Device(cpu_name(), threads, version("torch"), __version__)
+    def here(threads: int | None, accelerator: Accelerator = "cpu", dtype: DType = "auto") -> "Device":
+        gpu = f"{gpu_name()}, {dtype}" if accelerator == "cuda" else ""
+        return Device(cpu_name(), threads, version("torch"), __version__, gpu)
 
 
 class ProfileFile(msgspec.Struct, frozen=True):

@@ -18,6 +18,7 @@ from rich.table import Table
 from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
+from paceline.cli.accelerators import Accelerator, DType, check
 from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import Limits, devices_of, on_cluster, plan, read_placement, worker_groups
@@ -62,6 +63,8 @@ def serve(
     ] = None,
     policy: Annotated[str, typer.Option(help="How steps are composed (docs/batching.md).")] = DEFAULTS.policy,
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
+    device: Annotated[Accelerator, typer.Option(help="What computes; cuda: a GPU for each worker.")] = "cpu",
+    dtype: Annotated[DType, typer.Option(help="Of weights; auto: float32 on CPUs, bfloat16 on GPUs.")] = "auto",
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run at a time.")] = 256,
     max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that wait; more are answered 503.")] = 1024,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's own.")] = None,
@@ -94,8 +97,12 @@ def serve(
     sources = sources or [f"builtin:{name}" for name in builtin_names()]
     file = fleet_file.load(Path(sources[0])) if is_fleet_file(sources) else None
     places = read_placement(placement, file) if placement else None
-    models = find_models(sources, served_model_name or [], quantization, slo)
+    models = find_models(sources, served_model_name or [], quantization, slo, device, dtype)
     devices = devices_of(file, places)
+    if not ray:
+        check(device, devices or len(models))
+    if device != "cpu" and devices and not (profile or places):
+        raise ValueError("device: a fleet on GPUs is planned with a profile of theirs: --profile, or --placement")
     if profile and not (file and devices):
         raise ValueError("profile: is to plan with: it goes with a fleet file that has cluster.devices, or --placement")
     cluster = RayCluster(ray) if ray else None
@@ -129,10 +136,10 @@ def serve(
             places = plan(file, known)
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
-    groups = partial(worker_groups, models, limits=limits, known=known)
+    groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None)
     started = groups(places)
     if cluster and threads:
-        started = on_cluster(started, cluster, threads, file)
+        started = on_cluster(started, cluster, threads, file, device == "cuda")
     options = {
         "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
         "memory": known and known.cluster.memory, "cluster": cluster,

@@ -3,6 +3,7 @@
 python -m paceline.cli.worker OPTIONS_JSON DESCRIPTOR
 """
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from paceline.cli.accelerators import VISIBLE, gpus
 from paceline.core.cluster import Parallel
 from paceline.core.work import Engine, EngineInfo
 from paceline.runtime.worker import Load, serve
@@ -23,7 +25,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: str
     max_batch_tokens: int
     max_batch: int
-    device: str = "cpu"
+    device: str = "cpu"  # or cuda: the only GPU that this worker sees
+    dtype: str = "auto"
     memory: int | None = None
     num_blocks: int | None = None
     most_blocks: int | None = None  # with those that the worker's other models lend it
@@ -47,6 +50,7 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     meeting: str = ""
     resident: tuple[bool, ...] = ()  # models that stay loaded; empty: all
     check: bool = True
+    devices: tuple[int, ...] = ()  # of each worker the GPU, among those that are visible here; empty: as they are seen
 
     def command(self, seat: Seat) -> list[str]:
         """Arguments to the Python interpreter."""
@@ -62,6 +66,8 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def main(arguments: list[str]) -> int:
     group = msgspec.json.decode(arguments[0], type=GroupOptions)
+    if group.devices:
+        os.environ[VISIBLE] = gpus()[group.devices[group.number]]  # before torch looks
     return serve(int(arguments[1]), loads(group), group.resident, group.check)
 
 
@@ -72,6 +78,7 @@ def loads(group: GroupOptions) -> list[Load]:
 
     def load(index: int, options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
         nonlocal peers
+        from paceline.engine.config import precision
         from paceline.engine.load import load_engine, weight_bytes  # torch takes a second: heartbeats go by then
         from paceline.engine.parallel import Peers, Place
 
@@ -82,8 +89,10 @@ def loads(group: GroupOptions) -> list[Load]:
         for other in group.models[index + 1 :]:
             with suppress(ValueError):  # it will say so itself
                 later += weight_bytes(
-                    Path(other.path), place, quantization=other.quantization, drafter=other.drafter,
-                    early_exit_layers=other.early_exit_layers, draft_quantization=other.draft_quantization,
+                    Path(other.path), place, quantization=precision(other.device, other.dtype, other.quantization),
+                    drafter=other.drafter, early_exit_layers=other.early_exit_layers,
+                    draft_quantization=other.draft_quantization
+                    and precision(other.device, other.dtype, other.draft_quantization),
                 )  # fmt: skip
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name not in ("path", "lends")}
         if index in infos:

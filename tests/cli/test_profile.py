@@ -21,7 +21,7 @@ from paceline.cli.sources import BUILTIN
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Parallel
 from paceline.core.request import COMPUTED, KNOWN, LIMIT, NUM_COLUMNS, SLO
-from paceline.engine.linear import QUANTIZATIONS
+from paceline.engine.config import QUANTIZATIONS
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime

@@ -47,9 +47,13 @@ def test_a_goal_is_kept_by_the_profile(tmp_path):
         (["builtin:coder", "--memory", "lots"], ["memory", "6GiB"]),
         (["builtin:coder", "--record", "/nowhere/log"], ["record", "/nowhere"]),
         (["nothing.yaml"], ["nothing.yaml"]),
+        (["builtin:coder", "--dtype", "bfloat16"], ["dtype: CPUs compute in float32", "auto and float32"]),
+        (["builtin:coder", "--device", "cuda", "--quantization", "int8"], ["quantization: int8 is for CPUs", "none"]),
+        (["builtin:coder", "--device", "cuda"], ["device: no NVIDIA GPU is visible here", "valid is cpu"]),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_2(arguments, words):
+def test_bad_arguments_are_one_line_and_exit_2(arguments, words, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     done = paceline("serve", *arguments)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1 and all(word in lines[0] for word in words)

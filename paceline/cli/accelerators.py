@@ -1,0 +1,42 @@
+"""Which devices compute: the processor, or NVIDIA GPUs. Found without torch, which takes memory of one."""
+
+import os
+from pathlib import Path
+from typing import Literal
+
+Accelerator = Literal["cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]  # engine.config.DTYPES
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
+
+
+def gpus() -> list[str]:
+    """Those that this process may use, as CUDA names them."""
+    named = os.environ.get(VISIBLE)
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    numbers = (path.name.removeprefix("nvidia") for path in DEVICES.glob("nvidia*"))
+    return sorted((number for number in numbers if number.isdigit()), key=int)
+
+
+def gpu_name() -> str:
+    """The first one's in its maker's words."""
+    for path in sorted(DRIVER.glob("*/information")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if line.startswith("Model:"):
+                return line.split(":", 1)[1].strip()
+    return "NVIDIA GPU"
+
+
+def check(accelerator: Accelerator, devices: int) -> None:
+    """Raises ValueError where there are not so many of them."""
+    if accelerator == "cpu":
+        return
+    found = len(gpus())
+    if not found:
+        raise ValueError(f"device: no NVIDIA GPU is visible here (/dev/nvidia0, {VISIBLE}); valid is cpu")
+    if devices > found:
+        raise ValueError(
+            f"device: {devices} workers need a GPU each and {found} are visible here; models share one by --placement"
+        )
