@@ -20,6 +20,7 @@ from benchmarks import sarathi_tables, workload
 from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import load_plan, machine
 from paceline.engine.config import ModelError
+from paceline.engine.kv_cache import available_bytes
 from paceline.engine.runner import ModelRunner
 from paceline.engine.weights import Checkpoint
 
@@ -92,7 +93,7 @@ def measure(shape: Shape, device: str) -> dict:
         torch.cuda.empty_cache()
     result[f"transformers {transformers.__version__}"] = theirs(config, shape, device)
     weights = result["ours"]["weight_bytes"]
-    for batch in shape.batches:
+    for batch in result["ours"]["decode_ms"]:
         least = weights + batch * shape.context * result["ours"]["token_bytes"]
         seconds = 1e-3 * result["ours"]["decode_ms"][batch]
         result["ours"].setdefault("decode_share_of_floor", {})[batch] = round(least / rates["bandwidth"] / seconds, 3)
@@ -103,13 +104,14 @@ def measure(shape: Shape, device: str) -> dict:
 
 def ours(config: LlamaConfig, shape: Shape, device: str) -> dict:
     longest, widest = max(point[0] for point in shape.points), max(point[1] for point in shape.points)
+    prompts = max(length * batch for length, batch, _ in shape.points)  # request-level takes all in one step
     checkpoint, load_plan.Checkpoint = load_plan.Checkpoint, RandomWeights
     RandomWeights.device = device
     try:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(config.to_dict()))
             runner = ModelRunner.load(
-                folder, device=device, dtype="bfloat16", max_batch_tokens=longest * widest,
+                folder, device=device, dtype="bfloat16", max_batch_tokens=prompts,
                 max_batch=max(*shape.batches, 2 * widest), context=longest + 1,
             )  # fmt: skip
     except ModelError as error:
@@ -124,9 +126,11 @@ def ours(config: LlamaConfig, shape: Shape, device: str) -> dict:
     result |= timed(shape, lambda batch: Ours(runner, batch, shape.context))
     if shape.context >= 1024:
         result["decode_cost"] = sarathi_tables.decode_cost(runner, 3 * ROUNDS)
+    fit = [one for one in shape.points if 2 * one[1] * (one[0] // info.block_size + 1) <= info.num_blocks]
     result["policies"] = [
-        sarathi_tables.compare(runner, *point, shape.chunk, sarathi_tables.POLICIES, ROUNDS) for point in shape.points
+        sarathi_tables.compare(runner, *point, shape.chunk, sarathi_tables.POLICIES, ROUNDS) for point in fit
     ]
+    result["points_without_room"] = [list(point) for point in shape.points if point not in fit]
     runner.release()
     return result
 
@@ -141,7 +145,10 @@ def timed(shape: Shape, make: Callable[[int], "Ours | Theirs"]) -> dict:
     """Milliseconds of a prompt of `context` tokens, and of decodes behind such prompts."""
     out: dict = {"decode_ms": {}}
     for batch in shape.batches:
-        runs = make(batch)
+        try:
+            runs = make(batch)
+        except MemoryError:
+            continue
         prompts = [runs.prompt(n) for n in range(batch)]
         steps = [runs.step() for _ in range(STEPS)]
         if batch == 1:
@@ -155,6 +162,8 @@ class Ours:
     def __init__(self, runner: ModelRunner, batch: int, context: int) -> None:
         self.runner, self.batch, self.context, self.at = runner, batch, context, context
         each = -(-(context + STEPS + 1) // runner.info.block_size)
+        if batch * each > runner.info.num_blocks:
+            raise MemoryError
         self.tables = [list(range(n * each, (n + 1) * each)) for n in range(batch)]
 
     def prompt(self, n: int) -> float:
@@ -183,6 +192,11 @@ class Theirs:
     def __init__(self, model: transformers.PreTrainedModel, batch: int, context: int, device: str) -> None:
         self.model, self.batch, self.context, self.device = model, batch, context, device
         self.cache, self.tokens = None, torch.empty(0)
+        config = model.config
+        heads = config.num_key_value_heads / config.num_attention_heads
+        token = 2 * 2 * config.num_hidden_layers * heads * config.hidden_size
+        if 2 * batch * context * token > available_bytes(device):  # the cache grows by copying
+            raise MemoryError
 
     def prompt(self, n: int) -> float:
         """The last one of the batch is that of all, since they have to begin together."""

@@ -1,6 +1,7 @@
 """Which devices compute: the processor, or NVIDIA GPUs. Found without torch, which takes memory of one."""
 
 import os
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -12,12 +13,12 @@ DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")
 
 
 def gpus() -> list[str]:
-    """Those that this process may use, as CUDA names them."""
+    """Those that this process may use, as CUDA names them: a list ends with a name that starts with a minus."""
     named = os.environ.get(VISIBLE)
     if named is not None:
-        return [name for name in named.split(",") if name]
-    numbers = (path.name.removeprefix("nvidia") for path in DEVICES.glob("nvidia*"))
-    return sorted((number for number in numbers if number.isdigit()), key=int)
+        return list(takewhile(lambda name: name and not name.startswith("-"), named.split(",")))
+    found = [path for path in DEVICES.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
+    return [str(index) for index in range(len(found))]  # CUDA counts what it sees; the files have other numbers
 
 
 def gpu_name() -> str:

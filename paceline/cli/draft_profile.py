@@ -93,6 +93,7 @@ def profile_drafts(
         )
         measuring = bars.add_task(f"measuring {label}", total=len(TEMPERATURES) * (2 + 2 * rounds))
         results += measure(runner, label, prompts(tokens), rounds, lambda task=measuring: bars.advance(task))  # type: ignore[misc]
+        runner.release()
     return results
 
 

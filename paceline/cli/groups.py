@@ -161,7 +161,7 @@ def worker_options(model: Model, limits: Limits, share: float, lends: bool = Fal
     return WorkerOptions(
         str(model.path),
         device=model.device,
-        dtype=model.dtype,
+        dtype="auto" if model.encoder else model.dtype,
         quantization=model.quantization,
         drafter=str(drafting.drafter),
         early_exit_layers=drafting.early_exit_layers,

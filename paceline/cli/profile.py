@@ -153,12 +153,14 @@ def _steps(
 ) -> None:  # fmt: skip
     """What steps take, kept for `serve`; `limits` are the engine's."""
     figure = _figure() if plot else None
-    from paceline.engine.kv_cache import available_bytes, resident_bytes
+    from paceline.engine.kv_cache import available_bytes, held_bytes
+    from paceline.engine.machine import require
     from paceline.engine.profiler import profile as measure
     from paceline.engine.runner import ModelRunner
 
     on, dtype, max_batch = limits["device"], limits["dtype"], limits["max_batch"]
-    memory = limits["memory"] or available_bytes(on) + (resident_bytes() if on == "cpu" else 0)
+    require(on)
+    memory = limits["memory"] or available_bytes(on) + held_bytes(on)
     with _progress() as bars:
         loading = bars.add_task(f"loading {name}", total=None)
         runner = ModelRunner.load(

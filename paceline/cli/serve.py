@@ -101,8 +101,10 @@ def serve(
     devices = devices_of(file, places)
     if not ray:
         check(device, devices or len(models))
-    if device != "cpu" and devices and not (profile or places):
-        raise ValueError("device: a fleet on GPUs is planned with a profile of theirs: --profile, or --placement")
+    if device != "cpu" and devices and not places:
+        raise ValueError("device: plans are made for CPUs; a fleet on GPUs needs --placement")
+    if device != "cpu" and replan:
+        raise ValueError("replan: is for CPUs; a GPU has no room for a group beside the one that it replaces")
     if profile and not (file and devices):
         raise ValueError("profile: is to plan with: it goes with a fleet file that has cluster.devices, or --placement")
     cluster = RayCluster(ray) if ray else None
@@ -144,7 +146,7 @@ def serve(
         "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
         "memory": known and known.cluster.memory, "cluster": cluster,
     }  # fmt: skip
-    beside = partial(placed, every=replan, **options) if places else None
+    beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(run(models, started, fleet, server, host, port, beside))
     if cluster:

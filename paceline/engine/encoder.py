@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
-from paceline.engine import pages
+from paceline.engine import machine, pages
 from paceline.engine.config import ModelError, precision
 from paceline.engine.encoder_config import EncoderConfig
 from paceline.engine.job import in_parts
-from paceline.engine.kv_cache import MemoryPlan, resident_bytes
+from paceline.engine.kv_cache import MemoryPlan, held_bytes
 from paceline.engine.linear import Linear, best_kind, kernels, make_linear
 from paceline.engine.model import Embedding, load_embedding
 from paceline.engine.parallel import Peers, Place, inner_columns, stage_layers, times, vocabulary_of
@@ -252,6 +252,7 @@ class EncoderRunner:
 
         Blocks take no memory here, they only count tokens: without `num_blocks` as many as `max_batch` texts need.
         """
+        machine.require(device)
         quantization = precision(device, "float32" if dtype == "auto" else dtype, quantization)
         if quantization not in ("none", "int8"):
             raise ModelError(f"dtype: encoders compute in float32, not in {dtype}; valid are auto and float32")
@@ -269,7 +270,7 @@ class EncoderRunner:
         if device != "cpu" and place.first:  # it holds the rows of the embedding, too, in float32 at most
             held = 4 * config.hidden * len(vocabulary_of(config.vocab_size, place))
         plan = MemoryPlan(
-            baseline=resident_bytes() if device == "cpu" else 0,
+            baseline=held_bytes(device),
             weights=config.weight_bytes(quantization) // place.parallel.devices + held,
             kv=0,
             activations=activation_bytes(config, max(max_batch_tokens, context)),

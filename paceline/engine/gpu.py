@@ -126,6 +126,7 @@ def plan_step(
     if plan.gathered is not None:
         for slices in _alike(lengths, ends):
             whole = len(slices) == 1 and lengths[slices[0]] == ends[slices[0]]
+            whole &= config.heads == config.kv_heads or dtype != torch.float32  # else torch would copy keys
             plan.gathered.append(_gather(plan, slices, starts, int(counts[slices[0]]), whole, config, block_size))
     return plan
 
@@ -167,14 +168,16 @@ def block_size(device: str, heads: list[tuple[torch.dtype, int]]) -> int:
 
 
 def working_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> int:
-    """The most that gathered attention holds at once: keys and values, and a mask for each kind of window."""
-    tokens = max(GATHERED, context)
-    masks = len(set(config.windows)) * min(max_batch_tokens, context) * context
-    return 2 * 4 * tokens * config.kv_heads * config.head_dim + masks
+    """The most that gathered attention holds at once: keys and values, masks for each kind of window, and one of those
+    for all query heads that share keys, as numbers too."""
+    gathered = 2 * 4 * max(GATHERED, context) * config.kv_heads * config.head_dim
+    masks = len(set(config.windows)) + 5 * config.heads // config.kv_heads
+    return gathered + masks * max_batch_tokens * context
 
 
 def warm_up(config: ModelConfig, block_size: int, device: str, dtype: torch.dtype) -> None:
-    """`attention.warm_up` on a device."""
+    """`attention.warm_up` on a device. torch's attention by cuDNN plans every shape anew, for tens of milliseconds."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
     small = PagedCache(config, 2, block_size, device, dtype)
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
     turns = torch.zeros(2, 1, config.head_dim // 2, dtype=torch.complex64, device=device)
@@ -219,11 +222,13 @@ def rotated(heads: Tensor, turns: Tensor) -> Tensor:
 
 def _flash(queries: Tensor, pages: tuple[Tensor, Tensor], window: int | None, plan: PagedPlan) -> Tensor:
     """One split of the keys: with more, version 2 writes wrong rows where queries are ragged
-    (https://github.com/pytorch/pytorch/issues/194167), and bits would depend on what else is in the batch."""
+    (https://github.com/pytorch/pytorch/issues/194167), and bits would depend on what else is in the batch. A single
+    query sees all keys, and only where it is told so do query heads that share them pass over them together."""
     assert varlen_attn is not None
+    right = -1 if plan.decodes and window is None else 0
     return varlen_attn(
         queries, *pages, plan.starts, plan.keys_begin, plan.longest, plan.tables.shape[1] * pages[0].shape[1],
-        window_size=(-1 if window is None else window - 1, 0), enable_gqa=queries.shape[1] != pages[0].shape[2],
+        window_size=(-1 if window is None else window - 1, right), enable_gqa=queries.shape[1] != pages[0].shape[2],
         seqused_k=plan.used, block_table=plan.tables, num_splits=1,
     )  # fmt: skip
 
@@ -231,14 +236,18 @@ def _flash(queries: Tensor, pages: tuple[Tensor, Tensor], window: int | None, pl
 def _attend_gathered(
     queries: Tensor, pages: tuple[Tensor, Tensor], window: int | None, some: Gathered
 ) -> Tensor:
-    mask, count = some.masks[window], len(some.table)
-    asked = queries.index_select(0, some.rows).unflatten(0, (count, -1)).transpose(1, 2)
+    """With a mask the query heads that share keys are rows of one product: torch would copy the keys for each."""
+    mask, count, heads, kv = some.masks[window], len(some.table), queries.shape[1], pages[0].shape[2]
+    asked = queries.index_select(0, some.rows).unflatten(0, (count, -1)).transpose(1, 2)  # [slices, heads, length, dim]
     keys, values = (page[some.table].flatten(1, 2).transpose(1, 2) for page in pages)
+    length = asked.shape[2]
     if mask is None:
-        keys, values = keys[:, :, : asked.shape[2]], values[:, :, : asked.shape[2]]
-    out = F.scaled_dot_product_attention(
-        asked, keys, values, mask, is_causal=mask is None, enable_gqa=asked.shape[1] != keys.shape[1]
-    )
+        keys, values = keys[:, :, :length], values[:, :, :length]
+        out = F.scaled_dot_product_attention(asked, keys, values, is_causal=True, enable_gqa=heads != kv)
+    else:
+        asked = asked.reshape(count, kv, -1, asked.shape[3])
+        out = F.scaled_dot_product_attention(asked, keys, values, mask.repeat(1, 1, heads // kv, 1))
+        out = out.view(count, heads, length, -1)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -264,25 +273,31 @@ def flash(device: str, dtype: torch.dtype, head_dim: int) -> Flash | None:
 
 
 def _is_right(how: Flash, device: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """On a chunk at a context, a prompt and two decodes, against gathered attention in float32."""
-    spans = [SliceSpan(how.block_size - 3, 7, [5, 2]), SliceSpan(0, 9, [1]), *(SliceSpan(5, 1, [n]) for n in (3, 4))]
-    lengths, ends = (torch.tensor(x, device=device) for x in ([7, 9, 1, 1], [how.block_size + 4, 9, 6, 6]))
+    """On a chunk at a context, a prompt and two decodes together, with and without a window, and on decodes alone."""
     noise = torch.Generator(device).manual_seed(1)
-    queries = torch.randn(18, 4, head_dim, device=device, generator=noise)
     pool = torch.randn(2, 6, how.block_size, 2, head_dim, device=device, generator=noise)
-    tables = torch.tensor([[5, 2], [1, 0], [3, 0], [4, 0]], dtype=torch.int32, device=device)
-    starts = F.pad(lengths.cumsum(0), (1, 0)).int()
-    keys_begin = F.pad(ends.cumsum(0), (1, 0)).int() if how.counts_keys else None
-    plan = PagedPlan(starts, 0, starts, starts, ends.int(), keys_begin, tables, 9, None)
-    got = _flash(queries.to(dtype), (pool[0].to(dtype), pool[1].to(dtype)), None, plan)
-    begin = 0
-    for span, row in zip(spans, tables, strict=True):
-        end = span.start + span.length
-        keys, values = (page[row].flatten(0, 1)[:end].transpose(0, 1) for page in pool)
-        seen = torch.arange(end, device=device) <= torch.arange(span.start, end, device=device)[:, None]
-        mine = slice(begin, begin + span.length)
-        want = F.scaled_dot_product_attention(queries[mine].transpose(0, 1), keys, values, seen, enable_gqa=True)
-        if not torch.allclose(got[mine].float(), want.transpose(0, 1), atol=MARGIN, rtol=MARGIN):
-            return False
-        begin += span.length
+    decodes = [SliceSpan(5, 1, [3]), SliceSpan(how.block_size + 1, 1, [4, 0])]
+    mixed = [SliceSpan(how.block_size - 3, 7, [5, 2]), SliceSpan(0, 9, [1]), *decodes]
+    for spans, window in ((mixed, None), (mixed, 6), (decodes, None)):
+        lengths = np.array([span.length for span in spans])
+        ends = np.array([span.start + span.length for span in spans])
+        starts, keys_begin = (
+            torch.tensor([0, *counts.cumsum().tolist()], dtype=torch.int32, device=device) for counts in (lengths, ends)
+        )
+        tables = torch.tensor([(*span.blocks, 0)[:2] for span in spans], dtype=torch.int32, device=device)
+        used = torch.tensor(ends, dtype=torch.int32, device=device)
+        queries = torch.randn(int(lengths.sum()), 4, head_dim, device=device, generator=noise)
+        keys = keys_begin if how.counts_keys else None
+        plan = PagedPlan(starts, 0, starts, starts, used, keys, tables, int(lengths.max()), None)
+        got = _flash(queries.to(dtype), (pool[0].to(dtype), pool[1].to(dtype)), window, plan)
+        begin = 0
+        for span, row in zip(spans, tables, strict=True):
+            end = span.start + span.length
+            keys, values = (page[row].flatten(0, 1)[:end].transpose(0, 1) for page in pool)
+            back = torch.arange(span.start, end, device=device)[:, None] - torch.arange(end, device=device)
+            seen, mine = (back >= 0) & (back < (window or end)), slice(begin, begin + span.length)
+            want = F.scaled_dot_product_attention(queries[mine].transpose(0, 1), keys, values, seen, enable_gqa=True)
+            if not torch.allclose(got[mine].float(), want.transpose(0, 1), atol=MARGIN, rtol=MARGIN):
+                return False
+            begin += span.length
     return True

@@ -119,10 +119,18 @@ def resident_bytes() -> int:
     return _proc("/proc/self/status", "VmRSS")
 
 
+def held_bytes(device: str = "cpu") -> int:
+    """What this process holds now, or its tensors on a GPU."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return resident_bytes() if device == "cpu" else 0
+
+
 def available_bytes(device: str = "cpu") -> int:
     """What could still be taken on this machine, under its control group's limit too, or on the device."""
     if torch.device(device).type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     free = _proc("/proc/meminfo", "MemAvailable")
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
     return min(free, limit - used) if limit is not None and used is not None else free
@@ -139,8 +147,8 @@ def pool_blocks(
     """
     per_block = token_bytes * block_size
     if memory is None:
-        left = int(available_bytes(device) * (1 - MARGIN))
-        room = left - used if device != "cpu" else min(DEFAULT_POOL, left - max(0, used - resident_bytes()))
+        room = int(available_bytes(device) * (1 - MARGIN)) - max(0, used - held_bytes(device))
+        room = min(DEFAULT_POOL, room) if device == "cpu" else room
     else:
         room = memory - used
     room = int(share * room)

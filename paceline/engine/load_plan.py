@@ -11,7 +11,7 @@ from paceline.core.work import EngineInfo
 from paceline.engine import attention, experts, gpu
 from paceline.engine.config import ModelConfig, ModelError, kv_element, precision
 from paceline.engine.drafters import KEPT_ROWS
-from paceline.engine.kv_cache import MemoryPlan, can_lend, kv_dtype, pool_blocks, resident_bytes
+from paceline.engine.kv_cache import MemoryPlan, can_lend, held_bytes, kv_dtype, pool_blocks
 from paceline.engine.linear import best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.parallel import Part, Peers, Place, part_of
@@ -132,17 +132,20 @@ def plan(
     the weights, since what the process holds already counts. Raises ModelError where there is too little."""
     config = models.configs[0]
     limited, context = context is not None, context or config.max_context
-    baseline = resident_bytes() if device == "cpu" else 0
-    activations = max(activation_bytes(part.config, max_batch_tokens, context, device) for part in models.parts)
+    baseline = held_bytes(device)
+    kinds = zip(models.parts, models.quantizations, strict=True)
+    activations = max(activation_bytes(one.config, max_batch_tokens, context, device, kind) for one, kind in kinds)
     if models.judges:
         # distributions kept, and what a verdict makes of those of target and draft
         activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
     weights, token_bytes = models.weight_bytes(device), models.token_bytes
+    if device != "cpu":
+        activations += block_size * token_bytes  # the block that is nobody's
     lends = lent is not None and models.can_lend(block_size, device)
     if num_blocks is None:
         sizes = partial(
-            _blocks, token_bytes, block_size, memory=memory, useful_tokens=max_batch * context, device=device,
-            peers=peers,
+            _blocks, token_bytes, block_size, memory=memory, device=device, peers=peers,
+            useful_tokens=max_batch * -(-context // block_size) * block_size,
         )  # fmt: skip
         used = baseline + weights + activations + reserve
         num_blocks = sizes(used=used + (lent or 0), share=share)
@@ -187,7 +190,9 @@ def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:
         raise ModelError(f"drafter: trigram:{text}: {error}") from error
 
 
-def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int, device: str = "cpu") -> int:
+def activation_bytes(
+    config: ModelConfig, max_batch_tokens: int, context: int, device: str = "cpu", quantization: str = "none"
+) -> int:
     """The most that one step holds beside weights and KV.
 
     The widest layer's rows (of our own kernels, which run a whole layer, all its parts and their work space; of torch's
@@ -196,10 +201,13 @@ def activation_bytes(config: ModelConfig, max_batch_tokens: int, context: int, d
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     if device != "cpu":
-        row = 3 * config.hidden + max(6 * queries + 6 * keys, 3 * config.intermediate)
-        row = max(row, experts.row_floats(config) if config.sparse else 0)
-        logits = 14 * LOGIT_ROWS * config.vocab_size
-        return 4 * (row * max_batch_tokens + logits) + gpu.working_bytes(config, max_batch_tokens, context) + KEPT
+        element, rotated = kv_element(quantization), 2 * 4 * (queries + keys)
+        row = element * 3 * config.hidden
+        row += max(element * (3 * queries + 4 * keys) + rotated, element * 3 * config.intermediate)
+        row = max(row, 4 * experts.row_floats(config) if config.sparse else 0)
+        reads = gpu.flash(device, kv_dtype(quantization), config.head_dim)
+        working = 0 if reads else gpu.working_bytes(config, max_batch_tokens, context)
+        return row * max_batch_tokens + 14 * 4 * LOGIT_ROWS * config.vocab_size + working + KEPT
     if "tiled" in best_kind("cpu"):
         row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
         widest = max(config.hidden, config.intermediate, config.expert_intermediate, queries)

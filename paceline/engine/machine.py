@@ -6,13 +6,15 @@ from time import perf_counter
 
 import torch
 
+from paceline.engine.config import ModelError
+
 Call = Callable[[], object]
 
 
 def bandwidth(device: str = "cpu", repeats: int = 5) -> float:
     """Bytes a second of reading memory with all threads, or that of a device: the better of a sum and a matrix-vector
     product in fp32."""
-    size = 2**28 if device == "cpu" else 2**30  # of what no cache holds
+    size = 2**30 if device.startswith("cuda") else 2**28  # of what no cache holds
     data = torch.ones(2048, size // 4 // 2048, device=device)
     vector = torch.ones(data.shape[1], device=device)
     best = _best([data.sum, lambda: data @ vector], repeats, device)
@@ -22,7 +24,7 @@ def bandwidth(device: str = "cpu", repeats: int = 5) -> float:
 def gemm_peak(device: str = "cpu", dtype: torch.dtype = torch.float32, repeats: int = 5) -> float:
     """FLOP/s of a square product. On a CPU the better of MKL's and oneDNN's: on AMD's processors MKL uses half of the
     width of their vectors."""
-    n = 1536 if device == "cpu" else 8192
+    n = 8192 if device.startswith("cuda") else 1536
     a, b, out = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(3))
     products: list[Call] = [lambda: torch.mm(a, b, out=out)]
     if device == "cpu" and torch.backends.mkldnn.is_available():
@@ -53,6 +55,12 @@ def _timed(call: Call, device: str) -> float:
 
 
 def finish(device: str) -> None:
-    """Waits for what a GPU has been asked for."""
+    """Waits for what a GPU has been asked to compute, not for what it sends to others meanwhile."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
+
+
+def require(device: str) -> None:
+    """Raises ModelError where torch sees no such device."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelError(f"device: torch {torch.__version__} sees no CUDA device here; valid is cpu")

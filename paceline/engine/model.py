@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.engine import attention, gpu, pages
+from paceline.engine import attention, gpu, machine, pages
 from paceline.engine.attention import SliceSpan, StepPlan, norm_addresses
 from paceline.engine.config import ARCHITECTURES, ModelConfig
 from paceline.engine.experts import Experts
@@ -33,6 +33,10 @@ from paceline.engine.weights import Checkpoint
 IGNORED = ("rotary_emb.inv_freq", "masked_bias", "lm_head.weight")
 
 EMBEDDING = "model.embed_tokens"
+
+# Rows of a pass whose layers a GPU finishes one by one, so that progress is that of what has been computed: such a pass
+# takes long, and a worker without progress for seconds is taken to hang. It loses little by waiting.
+WIDE = 512
 
 # Experts after which the heap is trimmed: copies of their size leave holes there that the next ones do not fit into, as
 # much in all as the weights (0.9 GiB measured). A trim took 3 ms.
@@ -196,6 +200,7 @@ class Decoder:
             self._run_fused(x, turns, plan, cache, progress)
             return x
         attend = attention.attend if self.device == "cpu" else gpu.attend
+        watched = self.device != "cpu" and len(x) > WIDE
         for index, layer in enumerate(self.layers):
             heads = layer.qkv(x, layer.input_norm)
             mixed = attend(heads, turns, layer.head_norms, cache, index, self.config.windows[index], plan)
@@ -204,6 +209,8 @@ class Decoder:
                 self._add(x, partial(layer.down, layer.gate_up(x, layer.post_norm)))
             else:
                 self._add(x, partial(layer.experts, x, layer.post_norm))
+            if watched:
+                machine.finish(self.device)
             progress[0] += 1
         return x
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from paceline.core.cluster import Parallel
-from paceline.engine import exchange
+from paceline.engine import exchange, machine
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.exchange import Exchange
 from paceline.engine.job import Job
@@ -179,12 +179,31 @@ class Peers:
             if tensor > 1:
                 self._exchange = self._shared(f"{Path(meeting).name}-{place.stage}")
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # on their way
+        if device != "cpu":
+            self._meet()
+
+    @property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Workers of which one tells the other something."""
+        parallel = self.place.parallel
+        pairs = {(0, other) for other in range(1, parallel.devices)}
+        return sorted(pairs | {(one, one + parallel.tensor) for one in range(parallel.devices - parallel.tensor)})
+
+    def _meet(self) -> None:
+        """Talks to all once: NCCL connects those that talk when they first do, for longer than a step may take."""
+        one = torch.zeros(1, device=self.device)
+        dist.all_reduce(one)
+        dist.all_reduce(one, group=self._stage)
+        for a, b in self._pairs:
+            if self.place.number == a:
+                dist.send(one, b)
+            elif self.place.number == b:
+                dist.recv(one, a)
+        machine.finish(self.device)
 
     def _connect(self, name: str) -> dict[int, Line]:
         """With those that this worker tells something or hears something from."""
-        number, parallel = self.place.number, self.place.parallel
-        pairs = {(0, other) for other in range(1, parallel.devices)}
-        pairs |= {(one, one + parallel.tensor) for one in range(parallel.devices - parallel.tensor)}
+        number, pairs = self.place.number, self._pairs
         doors = {a: Door(Path(f"{name}-{a}-{b}")) for a, b in pairs if b == number}
         dist.barrier()  # all listen
         lines = {b: call(Path(f"{name}-{a}-{b}")) for a, b in pairs if a == number}
@@ -301,5 +320,6 @@ class Peers:
             self._lines[source].receive(x)
         else:
             dist.recv(x, source)
+            machine.finish(self.device)  # with NCCL it has only been asked for
         self.waiting = False
         self.waited_s += perf_counter() - begin

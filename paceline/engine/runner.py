@@ -110,6 +110,7 @@ class ModelRunner:
         of them. With `peers` it is this worker's part of the model; draft models, and the first layers for early exit
         once more, are with worker 0. Raises ModelError.
         """
+        machine.require(device)
         place = peers.place if peers else Place()
         models = load_plan.models(
             Path(path), (quantization, draft_quantization), (device, dtype), context, drafter, early_exit_layers, place
@@ -284,7 +285,7 @@ class ModelRunner:
         Where several fail together, each is run alone: a pass writes only the keys and values of its own slices.
         """
         if not jobs:
-            return torch.empty(0, self.decoder.config.hidden, device=self.device)
+            return torch.empty(0, self.decoder.config.hidden, dtype=self.decoder.dtype, device=self.device)
         try:
             decoder, progress = self.decoder, self._progress
             plan = decoder.plan([job.span for job in jobs], self.info.block_size)
@@ -302,7 +303,8 @@ class ModelRunner:
             if self.peers:
                 raise
             if len(jobs) > 1:
-                return torch.cat([self._forward([job]) for job in jobs])
+                # each in memory of its own: what a graph yields holds until the next pass
+                return torch.cat([self._forward([job]).clone() for job in jobs])
             jobs[0].runs, jobs[0].error = False, f"{type(error).__name__}: {error}"
             return self._forward([])
 
@@ -423,6 +425,6 @@ def _warm_up(config: ModelConfig, block_size: int, device: str, dtype: torch.dty
     if device == "cpu":
         attention.warm_up(config, block_size)
     else:
-        gpu.warm_up(config, block_size, device, dtype)
-    sampler.warm_up(config.vocab_size)
-    verdict.warm_up(config.vocab_size)
+        gpu.warm_up(config.first(1), block_size, device, dtype)
+    sampler.warm_up(config.vocab_size, device)
+    verdict.warm_up(config.vocab_size, device)

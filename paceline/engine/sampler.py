@@ -157,12 +157,12 @@ def prompt_logprobs(logits: torch.Tensor, tokens: list[int], top: int) -> list[T
     return _describe(logits, list(range(len(tokens))), tokens, top) if tokens else []
 
 
-def warm_up(vocab_size: int) -> None:
-    """Compiles what `sample` and `prompt_logprobs` need, so that the first request does not wait for it."""
+def warm_up(vocab_size: int, device: str = "cpu") -> None:
+    """Compiles or loads what `sample` and `prompt_logprobs` need, so that the first request does not wait for it."""
     params = SamplingParams(temperature=1.0, top_p=0.5, logprobs=1)
     state = SamplingState(params, vocab_size, (), (), ())
-    sample(torch.zeros(1, vocab_size), [state], [0])
-    to_log_probs(torch.zeros(1, vocab_size), [state], [[]])
+    sample(torch.zeros(1, vocab_size, device=device), [state], [0])
+    to_log_probs(torch.zeros(1, vocab_size, device=device), [state], [[]])
 
 
 def _draw_kernel(array: np.ndarray, states: list[SamplingState], positions: list[int]) -> list[int]:

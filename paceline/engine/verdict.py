@@ -41,9 +41,9 @@ def compared(
             undo(row, values)
 
 
-def warm_up(vocab_size: int) -> None:
-    """Compiles what a verdict needs."""
-    row, state = torch.zeros(1, vocab_size), SamplingState(SamplingParams(), vocab_size, (), (), ())
+def warm_up(vocab_size: int, device: str = "cpu") -> None:
+    """Compiles or loads what a verdict needs."""
+    row, state = torch.zeros(1, vocab_size, device=device), SamplingState(SamplingParams(), vocab_size, (), (), ())
     with compared(row.repeat(3, 1), [0, 1, 2], [state], [[0, 0]], [*row.repeat(2, 1).log_softmax(1)]) as pair:
         verify(pair, [0, 0], [2], [1.0, 1.0], lambda weights: [0], True)
 

@@ -36,12 +36,14 @@ def four_gpus(tmp_path, monkeypatch):
 
 
 def test_gpus_are_those_that_may_be_used(monkeypatch, tmp_path):
-    assert gpus() == ["0", "1", "2", "10"] and gpu_name() == "NVIDIA H100 80GB HBM3"
+    assert gpus() == ["0", "1", "2", "3"] and gpu_name() == "NVIDIA H100 80GB HBM3"
     check("cuda", 4)
     with pytest.raises(ValueError, match="device: 5 workers need a GPU each and 4 are visible here"):
         check("cuda", 5)
     monkeypatch.setenv(VISIBLE, "GPU-1f,3")
     assert gpus() == ["GPU-1f", "3"]
+    monkeypatch.setenv(VISIBLE, "2,-1,3")
+    assert gpus() == ["2"]
     monkeypatch.setenv(VISIBLE, "")
     with pytest.raises(ValueError, match="device: no NVIDIA GPU is visible here"):
         check("cuda", 1)
