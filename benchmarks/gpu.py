@@ -16,11 +16,11 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks import sarathi_tables, workload
-from paceline.core.work import NewSequence, SliceWork
+from benchmarks import sarathi_tables
 from paceline.engine import load_plan, machine
 from paceline.engine.config import ModelError
 from paceline.engine.kv_cache import available_bytes
+from paceline.engine.profiler import Bench
 from paceline.engine.runner import ModelRunner
 from paceline.engine.weights import Checkpoint
 
@@ -143,47 +143,30 @@ def theirs(config: LlamaConfig, shape: Shape, device: str) -> dict:
 
 def timed(shape: Shape, make: Callable[[int], "Ours | Theirs"]) -> dict:
     """Milliseconds of a prompt of `context` tokens, and of decodes behind such prompts."""
-    out: dict = {"decode_ms": {}}
+    out: dict = {"prompt_ms": round(1e3 * min(make(1).prompt() for _ in range(3)), 3), "decode_ms": {}}
     for batch in shape.batches:
         try:
             runs = make(batch)
         except MemoryError:
             continue
-        prompts = [runs.prompt(n) for n in range(batch)]
         steps = [runs.step() for _ in range(STEPS)]
-        if batch == 1:
-            out["prompt_ms"] = round(1e3 * min(*prompts, *(make(1).prompt(0) for _ in range(2))), 3)
         out["decode_ms"][batch] = round(1e3 * median(steps[2:]), 3)
-        runs.end()
     return out
 
 
 class Ours:
-    def __init__(self, runner: ModelRunner, batch: int, context: int) -> None:
-        self.runner, self.batch, self.context, self.at = runner, batch, context, context
-        each = -(-(context + STEPS + 1) // runner.info.block_size)
-        if batch * each > runner.info.num_blocks:
-            raise MemoryError
-        self.tables = [list(range(n * each, (n + 1) * each)) for n in range(batch)]
+    """Steps whose keys and values are whatever the pool holds."""
 
-    def prompt(self, n: int) -> float:
-        tokens = [300 + i % 7000 for i in range(self.context)]
-        new = NewSequence(n, tokens, self.context, workload.greedy(1 << 20))
-        return self._step([new], [SliceWork(n, 0, self.context, True, 0, self.tables[n])])
+    def __init__(self, runner: ModelRunner, batch: int, context: int) -> None:
+        self.bench, self.batch, self.context = Bench(runner), batch, context
+        if batch * -(-(context + 1) // runner.info.block_size) > runner.info.num_blocks:
+            raise MemoryError
+
+    def prompt(self) -> float:
+        return self.bench.once([(0, self.context, True)])
 
     def step(self) -> float:
-        work = [SliceWork(n, self.at, 1, True, len(self.tables[n]), []) for n in range(self.batch)]
-        self.at += 1
-        return self._step([], work)
-
-    def _step(self, new: list[NewSequence], work: list[SliceWork]) -> float:
-        begin = time.perf_counter()
-        outputs, _, _ = self.runner.step(new, work, [])
-        assert not any(output.error for output in outputs)
-        return time.perf_counter() - begin
-
-    def end(self) -> None:
-        self.runner.step([], [], list(range(self.batch)))
+        return self.bench.once([(self.context, 1, True)] * self.batch)
 
 
 class Theirs:
@@ -198,13 +181,14 @@ class Theirs:
         if 2 * batch * context * token > available_bytes(device):  # the cache grows by copying
             raise MemoryError
 
-    def prompt(self, n: int) -> float:
-        """The last one of the batch is that of all, since they have to begin together."""
-        rows = self.batch if n == self.batch - 1 else 1
-        ids = torch.tensor([[300 + i % 7000 for i in range(self.context)]] * rows, device=self.device)
+    def prompt(self) -> float:
+        ids = torch.tensor([[300 + i % 7000 for i in range(self.context)]] * self.batch, device=self.device)
         return self._forward(ids, None)
 
     def step(self) -> float:
+        """The first one needs the prompts of all."""
+        if self.cache is None:
+            self.prompt()
         return self._forward(self.tokens, self.cache)
 
     @torch.inference_mode()
@@ -215,6 +199,3 @@ class Theirs:
         self.cache, self.tokens = result.past_key_values, result.logits[:, -1].argmax(-1, keepdim=True)
         machine.finish(self.device)
         return time.perf_counter() - begin
-
-    def end(self) -> None:
-        self.cache = None

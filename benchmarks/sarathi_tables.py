@@ -59,7 +59,7 @@ def run(model: str) -> dict:
         checkpoint(model),
         max_batch_tokens=longest * widest,  # request-level and Orca take all prompts in one step
         max_batch=2 * widest,
-        num_blocks=2 * widest * (longest // 16 + 1),
+        num_blocks=2 * widest * (longest // SchedulerConfig().block_size + 1),
         context=longest + 1,
     )
     result: dict = {"threads": torch.get_num_threads(), "gemm_gflop_s": round(gemm_peak() / 1e9, 1)}

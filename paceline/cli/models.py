@@ -13,7 +13,7 @@ from paceline.cli.goals import goal_budget
 from paceline.cli.planning import text_steps, text_times
 from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
-from paceline.engine.config import ModelConfig, precision
+from paceline.engine.config import PRECISIONS, ModelConfig, precision
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.tokenizer import Tokenizer
 from paceline.latency.profile import Profile
@@ -48,6 +48,11 @@ class Model:
         if quantization is None:
             return self.precision
         return precision(self.device, self.dtype, quantization, "speculation.quantization")
+
+    def check_precision(self) -> None:
+        """Raises ValueError for what the device cannot compute in."""
+        for one in (self.precision, self.draft_precision):
+            assert one in PRECISIONS
 
 
 def is_fleet_file(sources: list[str]) -> bool:
@@ -84,7 +89,7 @@ def find_models(
         check_goals(name, encoder is not None, goals, entry.speculation.drafter)
         model = Model(name, path, Tokenizer.load(path), entry.quantization, goals, device, dtype, encoder=encoder)
         model = replace(model, drafting=Drafting.of(entry.speculation, device))
-        assert model.precision and model.draft_precision  # or refused
+        model.check_precision()
         if model.drafting.drafter.kind == "early_exit":
             ModelConfig.load(path).exit_layers(model.drafting.early_exit_layers)  # refused before anything is measured
         models.append(model)

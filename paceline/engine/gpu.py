@@ -29,7 +29,7 @@ varlen_attn: Callable[..., Tensor] | None = None  # torch's; `flash` imports it,
 BLOCK = 16  # tokens, where attention does not ask for more
 PAGES = (BLOCK, 256)  # sizes that FlashAttention's releases read: 2 only multiples of 256, 3 any
 GATHERED = 2**16  # tokens of keys and values that are gathered at a time
-MARGIN = 0.05  # of what attention gives; half precision is good to 0.01
+MARGIN = 0.05  # of what attention gives in half precision
 
 
 class Flash(NamedTuple):
@@ -58,9 +58,6 @@ class PagedCache:
         some = object.__new__(PagedCache)
         some._use(self.pool[:layers])
         return some
-
-    def give_back(self, blocks: object) -> None:
-        raise AssertionError("a device's memory is not lent")
 
 
 class Gathered(NamedTuple):
@@ -95,6 +92,14 @@ def plan_step(
     spans: list[SliceSpan], config: ModelConfig, block_size: int, device: str, dtype: torch.dtype
 ) -> PagedPlan:
     """Prepares a step of these slices."""
+    folds = config.heads != config.kv_heads and dtype == torch.float32
+    return _plan(spans, set(config.windows), block_size, device, flash(device, dtype, config.head_dim), folds)
+
+
+def _plan(
+    spans: list[SliceSpan], windows: set[int | None], block_size: int, device: str, reads: Flash | None, folds: bool
+) -> PagedPlan:
+    """`folds`: no slice is left without a mask, since torch would copy keys for the query heads that share them."""
     lengths = np.array([span.length for span in spans])
     ends = np.array([span.start + span.length for span in spans])
     counts = -(-ends // block_size)
@@ -105,7 +110,6 @@ def plan_step(
     starts = np.concatenate(([0], lengths.cumsum()))
     positions = np.arange(len(owner)) - starts[owner] + (ends - lengths)[owner]
     slots = table[owner, positions // block_size] * block_size + positions % block_size
-    reads = flash(device, dtype, config.head_dim)
     keys_begin = np.concatenate(([0], ends.cumsum())) if reads and reads.counts_keys else ends[:0]
     # Two copies to the device, not seven.
     sizes = [len(starts), len(ends), len(keys_begin), table.size]
@@ -125,9 +129,9 @@ def plan_step(
     )
     if plan.gathered is not None:
         for slices in _alike(lengths, ends):
-            whole = len(slices) == 1 and lengths[slices[0]] == ends[slices[0]]
-            whole &= config.heads == config.kv_heads or dtype != torch.float32  # else torch would copy keys
-            plan.gathered.append(_gather(plan, slices, starts, int(counts[slices[0]]), whole, config, block_size))
+            whole = len(slices) == 1 and lengths[slices[0]] == ends[slices[0]] and not folds
+            tokens = int(counts[slices[0]]) * block_size
+            plan.gathered.append(_gather(plan, slices, starts, tokens, block_size, whole, windows))
     return plan
 
 
@@ -144,22 +148,22 @@ def _alike(lengths: np.ndarray, ends: np.ndarray) -> Iterator[list[int]]:
 
 
 def _gather(
-    plan: PagedPlan, slices: list[int], starts: np.ndarray, blocks: int, whole: bool, config: ModelConfig,
-    block_size: int,
+    plan: PagedPlan, slices: list[int], starts: np.ndarray, tokens: int, block_size: int, whole: bool,
+    windows: set[int | None],
 ) -> Gathered:  # fmt: skip
-    """`whole`: a slice that is all there is of its sequence."""
+    """`tokens`: of each slice's keys; `whole`: one slice that is all there is of its sequence."""
     device = plan.positions.device
     rows = np.concatenate([np.arange(starts[one], starts[one + 1]) for one in slices])
     index = torch.from_numpy(rows).to(device)
     seen = plan.positions[index].view(len(slices), 1, -1, 1)
-    token = torch.arange(blocks * block_size, device=device)
+    token = torch.arange(tokens, device=device)
     masks: dict[int | None, Tensor | None] = {}
-    for window in set(config.windows):
+    for window in windows:
         visible = token <= seen
         if window is not None:
             visible &= token > seen - window
         masks[window] = None if whole and window is None else visible
-    return Gathered(index, plan.tables[slices, :blocks], masks)
+    return Gathered(index, plan.tables[slices, : tokens // block_size], masks)
 
 
 def block_size(device: str, heads: list[tuple[torch.dtype, int]]) -> int:
@@ -176,7 +180,7 @@ def working_bytes(config: ModelConfig, max_batch_tokens: int, context: int) -> i
 
 
 def warm_up(config: ModelConfig, block_size: int, device: str, dtype: torch.dtype) -> None:
-    """`attention.warm_up` on a device. torch's attention by cuDNN plans every shape anew, for tens of milliseconds."""
+    """`attention.warm_up` on a device. cuDNN, which plans anew for every shape of attention, is left out."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     small = PagedCache(config, 2, block_size, device, dtype)
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -208,10 +212,7 @@ def attend(
         page.view(-1, kv, dims).index_copy_(0, plan.slots, new)
     if plan.gathered is None:
         return _flash(queries, pages, window, plan).flatten(1)
-    out = torch.empty_like(queries)
-    for some in plan.gathered:
-        out.index_copy_(0, some.rows, _attend_gathered(queries, pages, window, some))
-    return out.flatten(1)
+    return _attend_gathered(queries, pages, window, plan.gathered).flatten(1)
 
 
 def rotated(heads: Tensor, turns: Tensor) -> Tensor:
@@ -234,8 +235,15 @@ def _flash(queries: Tensor, pages: tuple[Tensor, Tensor], window: int | None, pl
 
 
 def _attend_gathered(
-    queries: Tensor, pages: tuple[Tensor, Tensor], window: int | None, some: Gathered
+    queries: Tensor, pages: tuple[Tensor, Tensor], window: int | None, parts: list[Gathered]
 ) -> Tensor:
+    out = torch.empty_like(queries)
+    for some in parts:
+        out.index_copy_(0, some.rows, _attend_part(queries, pages, window, some))
+    return out
+
+
+def _attend_part(queries: Tensor, pages: tuple[Tensor, Tensor], window: int | None, some: Gathered) -> Tensor:
     """With a mask the query heads that share keys are rows of one product: torch would copy the keys for each."""
     mask, count, heads, kv = some.masks[window], len(some.table), queries.shape[1], pages[0].shape[2]
     asked = queries.index_select(0, some.rows).unflatten(0, (count, -1)).transpose(1, 2)  # [slices, heads, length, dim]
@@ -273,31 +281,17 @@ def flash(device: str, dtype: torch.dtype, head_dim: int) -> Flash | None:
 
 
 def _is_right(how: Flash, device: str, dtype: torch.dtype, head_dim: int) -> bool:
-    """On a chunk at a context, a prompt and two decodes together, with and without a window, and on decodes alone."""
+    """On a chunk at a context, a prompt and two decodes together, with and without a window, and on decodes alone: as
+    gathered attention in float32."""
     noise = torch.Generator(device).manual_seed(1)
     pool = torch.randn(2, 6, how.block_size, 2, head_dim, device=device, generator=noise)
     decodes = [SliceSpan(5, 1, [3]), SliceSpan(how.block_size + 1, 1, [4, 0])]
     mixed = [SliceSpan(how.block_size - 3, 7, [5, 2]), SliceSpan(0, 9, [1]), *decodes]
     for spans, window in ((mixed, None), (mixed, 6), (decodes, None)):
-        lengths = np.array([span.length for span in spans])
-        ends = np.array([span.start + span.length for span in spans])
-        starts, keys_begin = (
-            torch.tensor([0, *counts.cumsum().tolist()], dtype=torch.int32, device=device) for counts in (lengths, ends)
-        )
-        tables = torch.tensor([(*span.blocks, 0)[:2] for span in spans], dtype=torch.int32, device=device)
-        used = torch.tensor(ends, dtype=torch.int32, device=device)
-        queries = torch.randn(int(lengths.sum()), 4, head_dim, device=device, generator=noise)
-        keys = keys_begin if how.counts_keys else None
-        plan = PagedPlan(starts, 0, starts, starts, used, keys, tables, int(lengths.max()), None)
+        queries = torch.randn(sum(span.length for span in spans), 4, head_dim, device=device, generator=noise)
+        plan, plain = (_plan(spans, {window}, how.block_size, device, reads, True) for reads in (how, None))
         got = _flash(queries.to(dtype), (pool[0].to(dtype), pool[1].to(dtype)), window, plan)
-        begin = 0
-        for span, row in zip(spans, tables, strict=True):
-            end = span.start + span.length
-            keys, values = (page[row].flatten(0, 1)[:end].transpose(0, 1) for page in pool)
-            back = torch.arange(span.start, end, device=device)[:, None] - torch.arange(end, device=device)
-            seen, mine = (back >= 0) & (back < (window or end)), slice(begin, begin + span.length)
-            want = F.scaled_dot_product_attention(queries[mine].transpose(0, 1), keys, values, seen, enable_gqa=True)
-            if not torch.allclose(got[mine].float(), want.transpose(0, 1), atol=MARGIN, rtol=MARGIN):
-                return False
-            begin += span.length
+        want = _attend_gathered(queries, (pool[0], pool[1]), window, plain.gathered or [])
+        if not torch.allclose(got.float(), want, atol=MARGIN, rtol=MARGIN):
+            return False
     return True

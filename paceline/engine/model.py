@@ -35,7 +35,7 @@ IGNORED = ("rotary_emb.inv_freq", "masked_bias", "lm_head.weight")
 EMBEDDING = "model.embed_tokens"
 
 # Rows of a pass whose layers a GPU finishes one by one, so that progress is that of what has been computed: such a pass
-# takes long, and a worker without progress for seconds is taken to hang. It loses little by waiting.
+# takes long, and a worker without progress for seconds is taken to hang.
 WIDE = 512
 
 # Experts after which the heap is trimmed: copies of their size leave holes there that the next ones do not fit into, as

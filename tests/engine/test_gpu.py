@@ -3,11 +3,9 @@
 Tests marked `gpu` do the same on a CUDA device.
 """
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -21,16 +19,14 @@ from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import gpu
 from paceline.engine.attention import SliceSpan
-from paceline.engine.config import ModelConfig, ModelError, precision
+from paceline.engine.config import ModelError, precision
 from paceline.engine.gpu import Flash, PagedCache
 from paceline.engine.graphs import Graphs
-from paceline.engine.model import Decoder, load_decoder
 from paceline.engine.runner import ModelRunner
-from paceline.engine.weights import Checkpoint
 from paceline.runtime.offline import Offline
 from tests.engine import checkpoints
 from tests.engine.schedules import forced
-from tests.engine.test_model import prompt
+from tests.engine.test_model import Paged, load, prompt
 
 HOST = "cpu:0"
 CUDA = pytest.param("cuda", marks=[
@@ -79,35 +75,6 @@ def found(device: str, dtype: torch.dtype, head_dim: int) -> Flash:
     return reads
 
 
-def load(path: Path, device: str, kind: str = "plain") -> Decoder:
-    return load_decoder(Checkpoint(path), ModelConfig.load(path), device=device, kind=kind)
-
-
-class Paged:
-    """Sequences over a pool whose blocks are handed out in random order."""
-
-    def __init__(self, decoder: Decoder, num_blocks: int = 200, size: int = BLOCK):
-        self.decoder, self.size = decoder, size
-        self.cache = PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
-        self.free = random.Random(7).sample(range(num_blocks), num_blocks)
-        self.tables: dict[int, list[int]] = {}
-
-    @torch.inference_mode()
-    def step(self, work: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
-        """Runs (sequence, start, tokens) slices in one forward; the logits of all their tokens."""
-        spans = []
-        for sequence, start, tokens in work:
-            table = self.tables.setdefault(sequence, [])
-            while len(table) * self.size < start + len(tokens):
-                table.append(self.free.pop())
-            spans.append(SliceSpan(start, len(tokens), table))
-        flat = torch.tensor([token for _, _, tokens in work for token in tokens], device=self.decoder.device)
-        plan = self.decoder.plan(spans, self.size)
-        logits = self.decoder.logits(self.decoder.forward(flat, plan, self.cache, np.zeros(1, np.int64)))
-        assert logits.dtype == torch.float32
-        return list(logits.cpu().split([len(tokens) for _, _, tokens in work]))
-
-
 def through_chunks(paged: Paged, prompts: list[list[int]]) -> list[torch.Tensor]:
     """Logits of prompts of 90 and 70 tokens: whole ones, chunks at contexts, slices of one length, decodes."""
     got: list[list[torch.Tensor]] = [[], []]
@@ -127,21 +94,22 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
+def matches(family: str, device: str, path: Path) -> bool:
+    model, prompts = checkpoints.save(family, path), [prompt(90, 1), prompt(70, 2)]
+    ours = through_chunks(Paged(load(path, device=device)), prompts)
+    pairs = zip(ours, prompts, strict=True)
+    return all(apart(mine, checkpoints.reference_logits(model, tokens)) < 1e-4 for mine, tokens in pairs)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", checkpoints.FAMILIES)
 def test_logits_match_transformers(family: str, device: str, tmp_path: Path) -> None:
-    model, prompts = checkpoints.save(family, tmp_path), [prompt(90, 1), prompt(70, 2)]
-    ours = through_chunks(Paged(load(tmp_path, device)), prompts)
-    for mine, tokens in zip(ours, prompts, strict=True):
-        assert apart(mine, checkpoints.reference_logits(model, tokens)) < 1e-4
+    assert matches(family, device, tmp_path)
 
 
 @pytest.mark.parametrize("family", MIXED)
 def test_flash_attention_is_asked_for_the_same(family: str, flash: None, tmp_path: Path) -> None:
-    model, prompts = checkpoints.save(family, tmp_path), [prompt(90, 1), prompt(70, 2)]
-    ours = through_chunks(Paged(load(tmp_path, HOST)), prompts)
-    for mine, tokens in zip(ours, prompts, strict=True):
-        assert apart(mine, checkpoints.reference_logits(model, tokens)) < 1e-4
+    assert matches(family, HOST, tmp_path)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,7 +118,7 @@ def test_flash_attention_is_asked_for_the_same(family: str, flash: None, tmp_pat
 def test_half_precision(family: str, kind: str, device: str, tmp_path: Path) -> None:
     """The mantissa of bfloat16 has 8 bits, that of float16 11. A router may choose another expert then."""
     model, prompts = checkpoints.save(family, tmp_path, torch.bfloat16), [prompt(90, 1), prompt(70, 2)]
-    decoder = load(tmp_path, device, kind)
+    decoder = load(tmp_path, device=device, kind=kind)
     paged = Paged(decoder, 60, gpu.block_size(device, [(decoder.dtype, decoder.config.head_dim)]))
     assert {paged.cache.pool.dtype, paged.decoder.layers[0].qkv.weight.dtype} == {getattr(torch, kind)}
     for mine, tokens in zip(through_chunks(paged, prompts), prompts, strict=True):
@@ -159,16 +127,14 @@ def test_half_precision(family: str, kind: str, device: str, tmp_path: Path) -> 
 
 
 def test_slices_are_gathered_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompts = checkpoints.save("qwen2-window", tmp_path), [prompt(90, 1), prompt(70, 2)]
     monkeypatch.setattr(gpu, "GATHERED", 40)
-    for mine, tokens in zip(through_chunks(Paged(load(tmp_path, HOST)), prompts), prompts, strict=True):
-        assert apart(mine, checkpoints.reference_logits(model, tokens)) < 1e-4
+    assert matches("qwen2-window", HOST, tmp_path)
 
 
 def test_a_tied_head_is_held_once(tmp_path: Path) -> None:
     for family, once in (("llama-tied", True), ("llama2", False)):
         checkpoints.save(family, tmp_path / family)
-        decoder = load(tmp_path / family, HOST)
+        decoder = load(tmp_path / family, device=HOST)
         assert (decoder.embedding.table.data_ptr() == decoder.head.weight.data_ptr()) == once
 
 
@@ -189,7 +155,7 @@ def test_graphs_compute_what_passes_do(device: str, tmp_path: Path, request, mon
         request.getfixturevalue("flash")
         monkeypatch.setattr("paceline.engine.model.Graphs", Eager)
         kind = "plain"
-    decoder = load(tmp_path, device, kind)
+    decoder = load(tmp_path, device=device, kind=kind)
     reads = found(device, decoder.dtype, decoder.config.head_dim)
     plain, recorded = (Paged(decoder, 60, reads.block_size) for _ in range(2))
     prompts = [prompt(5 + n, n) for n in range(11)]
@@ -217,7 +183,7 @@ def test_graphs_compute_what_passes_do(device: str, tmp_path: Path, request, mon
 def test_graphs_are_for_what_they_have_room_for(flash, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("paceline.engine.model.Graphs", Eager)
     checkpoints.save("qwen2", tmp_path / "one")
-    decoder = load(tmp_path / "one", HOST)
+    decoder = load(tmp_path / "one", device=HOST)
     cache = PagedCache(decoder.config, 60, BLOCK, HOST)
     with torch.inference_mode():
         decoder.record(cache, 3, 40)
@@ -230,7 +196,7 @@ def test_graphs_are_for_what_they_have_room_for(flash, tmp_path: Path, monkeypat
     assert not fits(*[one] * 5) and not fits(SliceSpan(3, 2, [0, 1]), one)
     assert not fits(SliceSpan(40, 1, list(range(11))))
     checkpoints.save("mixtral", tmp_path / "experts")
-    experts = load(tmp_path / "experts", HOST)
+    experts = load(tmp_path / "experts", device=HOST)
     experts.record(PagedCache(experts.config, 60, BLOCK, HOST), 3, 40)
     assert experts.graphs is None
 

@@ -9,6 +9,7 @@ import torch
 
 from paceline.engine.attention import SliceSpan, plan_step
 from paceline.engine.config import ModelConfig
+from paceline.engine.gpu import PagedCache
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.model import Decoder, load_decoder
 from paceline.engine.weights import Checkpoint
@@ -26,8 +27,12 @@ def load(path: Path, **options: str) -> Decoder:
 class Paged:
     """Sequences of one decoder over a pool whose blocks are handed out in random order."""
 
-    def __init__(self, decoder: Decoder, num_blocks: int = 200):
-        self.decoder, self.cache = decoder, KVCache(decoder.config, num_blocks, BLOCK)
+    def __init__(self, decoder: Decoder, num_blocks: int = 200, size: int = BLOCK):
+        self.decoder, self.size = decoder, size
+        self.cache = (
+            KVCache(decoder.config, num_blocks, size) if decoder.device == "cpu"
+            else PagedCache(decoder.config, num_blocks, size, decoder.device, decoder.dtype)
+        )  # fmt: skip
         self.free = list(range(num_blocks))
         random.Random(7).shuffle(self.free)
         self.tables: dict[int, list[int]] = {}
@@ -38,13 +43,14 @@ class Paged:
         spans = []
         for sequence, start, tokens in work:
             table = self.tables.setdefault(sequence, [])
-            while len(table) * BLOCK < start + len(tokens):
+            while len(table) * self.size < start + len(tokens):
                 table.append(self.free.pop())
             spans.append(SliceSpan(start, len(tokens), table))
-        plan = plan_step(spans, self.decoder.config, BLOCK)
-        flat = torch.tensor([token for _, _, tokens in work for token in tokens])
+        plan = self.decoder.plan(spans, self.size)
+        flat = torch.tensor([token for _, _, tokens in work for token in tokens], device=self.decoder.device)
         logits = self.decoder.logits(self.decoder.forward(flat, plan, self.cache, np.zeros(1, np.int64)))
-        return list(logits.split([len(tokens) for _, _, tokens in work]))
+        assert logits.dtype == torch.float32
+        return list(logits.cpu().split([len(tokens) for _, _, tokens in work]))
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
