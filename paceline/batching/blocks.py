@@ -34,6 +34,7 @@ from paceline.batching.state import (
     SPARE,
     STACK,
     TAKEN_AWAY,
+    Ints,
     State,
 )
 from paceline.compiled import part
@@ -80,6 +81,15 @@ def look_up(s: State, slot: int, most: int) -> tuple[int, int]:
         idle += s.blocks[HOLDERS, block] == 0
         found += 1
     return found, idle
+
+
+@part
+def num_cached(s: State, keys: Ints) -> int:
+    """Blocks that are in the cache, of a prefix with these hashes."""
+    found = 0
+    while found < len(keys) and _block_of(s, keys[found]) >= 0:
+        found += 1
+    return found
 
 
 @part

@@ -17,7 +17,7 @@ batch has taken), in the policy's order.
 import numpy as np
 
 from paceline.batching.blocks import blocks_for, forget_all, look_up, num_free, register, release, share, take
-from paceline.batching.budget import room_within_goals
+from paceline.batching.budget import room_within_goals, seconds_at_pace
 from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
@@ -42,6 +42,7 @@ from paceline.batching.state import (
     MAX_BATCH,
     MAX_MODEL_LEN,
     NEXT_SERIAL,
+    NONE,
     OWN_BLOCKS,
     PIPELINE,
     PREEMPTED,
@@ -143,13 +144,28 @@ def room(s: State) -> int:
 @part
 def goal_of_step(s: State) -> float:
     """Seconds that the next step should be predicted to take in the engine, at most: by the tightest goal, the group's
-    or that of a running decode, less what steps take beside the engine and the margin. Infinity: there is no goal."""
+    or that of a running decode, less what steps take beside the engine and the margin. Infinity: there is no goal.
+
+    In a pipeline a sequence has its next token after a step in each of the stages.
+    """
     goal, running, numbers, times = s.factors[GOAL], s.running, s.numbers, s.times
     for i in range(s.now[RUNNING]):
         slot = running[i]
         if numbers[slot, COMPUTED] >= numbers[slot, PROMPT]:
             goal = min(goal, times[slot, TBT])
-    return (goal - s.factors[BESIDE]) / (1 + s.factors[MARGIN])
+    return (goal - s.factors[BESIDE]) / (s.limits[PIPELINE] * (1 + s.factors[MARGIN]))
+
+
+@part
+def all_within_goal(s: State) -> bool:
+    """Whether there is a goal between tokens, and a step of all decodes that are ready is within it."""
+    ready, read, goal = 0, 0, goal_of_step(s)
+    for i in range(s.now[RUNNING]):
+        slot = s.running[i]
+        if s.numbers[slot, COMPUTED] >= s.numbers[slot, PROMPT] and s.numbers[slot, IN_FLIGHT] == 0:
+            ready += 1
+            read += s.numbers[slot, COMPUTED]
+    return 0 < goal < NONE and seconds_at_pace(s, (ready, ready, ready, read, 0, 0, 0)) - s.factors[BESIDE] <= goal
 
 
 @part
@@ -251,6 +267,16 @@ def lacks(s: State, slot: int) -> tuple[int, int, int]:
     if s.limits[RESERVES] > 0:
         return hits, idle, reserved(s, row[ASKED], row[LIMIT] - row[ASKED]) - hits
     return hits, idle, blocks_for(s, row[KNOWN]) - hits
+
+
+@part
+def left_of(s: State, slot: int) -> tuple[int, int]:
+    """Context and what remains of a prompt; one that waits would come in with what the cache has of it."""
+    row = s.numbers[slot]
+    if row[HELD] > 0:
+        return row[SCHEDULED], row[PROMPT] - row[SCHEDULED]
+    cached = look_up(s, slot, (row[KNOWN] - 1) // s.limits[BLOCK_SIZE])[0] * s.limits[BLOCK_SIZE]
+    return cached, row[KNOWN] - cached
 
 
 @part
@@ -527,14 +553,12 @@ def _sort_by_arrival(s: State, count: int) -> None:
 
 @making
 def candidates(s: State, most: int) -> Ints:
-    """[prompts, 2]: context and what remains, of those that could be chunked next, as many as could take `most`; then
-    rows of zeros."""
+    """[prompts, 2]: `left_of` those that could be chunked next, as many as could take `most`; then rows of zeros."""
     found = np.zeros((max(0, min(most, s.now[PROMPTS] + num_waiting(s))), 2), np.int64)
     count, ours, theirs = 0, 0, s.now[HEAD]
     while most > 0 and count < found.shape[0]:
         slot, ours, theirs = next_in_line(s, ours, theirs)
-        found[count, 0] = s.numbers[slot, SCHEDULED]
-        found[count, 1] = s.numbers[slot, PROMPT] - s.numbers[slot, SCHEDULED]
+        found[count, 0], found[count, 1] = left_of(s, slot)
         most -= found[count, 1]
         count += 1
     return found

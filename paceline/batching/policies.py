@@ -13,6 +13,7 @@ from paceline.batching.budget import seconds_at_pace
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.moves import (
     admit,
+    all_within_goal,
     arrive,
     chunk,
     decode,
@@ -47,6 +48,7 @@ from paceline.batching.state import (
     PIPELINE,
     POLICY,
     PREEMPTED,
+    PROMPTS,
     RUNNING,
     SLICES,
     SPENT,
@@ -261,7 +263,8 @@ def paceline(s: State) -> None:
     """Sarathi-Serve's stall-free batches, for pipelines and for goals. Ours; not in a paper.
 
     * Decodes are spread evenly over the micro-batches of a pipeline; published code gives all to the first free one.
-      A ready decode is left out of fewer batches than there are stages, since as many shares take all.
+      A ready decode is left out of fewer batches than there are stages, since as many shares take all. None is while
+      prompts make steps as long as a goal between tokens allows: it would be late by a step.
     * A step is composed when the first stage is free for it, so that it takes what has come meanwhile.
     * Chunks of one prompt follow each other through the pipeline, so a long prompt fills it alone.
     * Prompts, running or waiting, go by the time at which their first token is wanted: a short one with a goal is not
@@ -270,7 +273,7 @@ def paceline(s: State) -> None:
     With one stage and without goals the batches are those of `sarathi_serve`.
     """
     stages = s.limits[PIPELINE]
-    if stages == 1:
+    if stages == 1 or (s.now[PROMPTS] + num_waiting(s) > 0 and all_within_goal(s)):
         decode(s, ALL)
     else:
         decode(s, (num_decoding(s) + stages - 1) // stages, True)
@@ -290,6 +293,7 @@ class Policy:
     reserves: bool = False  # admission takes the blocks of the longest sequence, and knows no watermark
     late: bool = False  # composes a step when the first stage of the pipeline is free for it, not before
     by_goal: bool = False  # prompts go by when their first token is wanted, else first come first served
+    within_goals: bool = False  # prompts have what goals between tokens leave of a step (`moves.room`)
     # Tokens of a step to plan memory for; Orca and request-level batches know no bound but the cache.
     widest: Callable[[SchedulerConfig], int] = lambda config: max(config.token_budget, config.max_batch)
 
@@ -310,10 +314,10 @@ POLICIES = {
     "whole_prompts": Policy(PREFILL_FIRST, late=True, by_goal=True, widest=whole_prompts),
     "prefill_first_padded": Policy(PADDED, widest=whole_prompts),
     "sarathi_2023": Policy(SARATHI_2023, widest=chunk_and_decodes),
-    "sarathi_2023_tile_aligned": Policy(TILE_ALIGNED, widest=chunk_and_decodes),
-    "sarathi_serve": Policy(SARATHI_SERVE),
-    "chunked_prefill_only": Policy(CHUNKED_ONLY),
-    "paceline": Policy(PACELINE, late=True, by_goal=True),
+    "sarathi_2023_tile_aligned": Policy(TILE_ALIGNED, within_goals=True, widest=chunk_and_decodes),
+    "sarathi_serve": Policy(SARATHI_SERVE, within_goals=True),
+    "chunked_prefill_only": Policy(CHUNKED_ONLY, within_goals=True),
+    "paceline": Policy(PACELINE, late=True, by_goal=True, within_goals=True),
 }
 ALIASES = {
     "ft": "request_level",

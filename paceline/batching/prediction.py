@@ -11,7 +11,7 @@ import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import add_chunk, seconds_at_pace, widest_of
-from paceline.batching.moves import num_waiting
+from paceline.batching.moves import left_of, num_waiting
 from paceline.batching.policies import PREFILL_FIRST, done, joins, seconds_of_whole
 from paceline.batching.state import (
     BESIDE,
@@ -43,16 +43,17 @@ LATELY_S, RESERVE = 10.0, 0.3  # others on the device had a step so many seconds
 
 @making
 def step(s: State, decodes: int, context: int, pending: int) -> tuple[int, float]:
-    """Prompt tokens and seconds of a step with these decodes, that read so many tokens, and what it takes of the
-    prompts; 0 seconds where nobody has measured steps."""
+    """Prompt tokens and seconds of a step with these decodes, that read so many tokens, or its share of them in a
+    pipeline, and what it takes of the prompts; 0 seconds where nobody has measured steps."""
     if len(s.linear) == 0:
         return min(pending, s.limits[TOKEN_BUDGET]), 0.0
-    shape, prompts, chunk = np.zeros(7, np.int64), np.zeros((1, 2), np.int64), 0
+    shape, prompts, chunk, stages = np.zeros(7, np.int64), np.zeros((1, 2), np.int64), 0, s.limits[PIPELINE]
+    decodes = (decodes + stages - 1) // stages
     shape[0] = shape[1] = shape[2] = decodes
-    shape[3] = context
+    shape[3] = context // stages
     if pending > 0:
         prompts[0, 1] = pending
-        within = s.factors[GOAL] / (s.factors[PACE] * (1 + s.factors[MARGIN]))
+        within = s.factors[GOAL] / (s.factors[PACE] * stages * (1 + s.factors[MARGIN]))
         width = widest_of(s, within, shape, prompts)
         chunk = min(pending, max(1, min(width, s.limits[TOKEN_BUDGET]) - decodes))
         add_chunk(shape, pending // 2, chunk, True)
@@ -140,9 +141,11 @@ def with_another(ways: Ways, left: float, seconds: float, lately: bool) -> Ways:
 
 @part
 def first_token(
-    s: State, tokens: int, wanted: float, now: float, ahead: float, before: float, others: float, lately: bool
+    s: State, tokens: int, cached: int, wanted: float, now: float, ahead: float, before: float, others: float,
+    lately: bool,
 ) -> float:  # fmt: skip
-    """Seconds until a prompt of so many tokens, which comes now, would have its first token; 0: nobody knows.
+    """Seconds until a prompt of so many tokens, which comes now, would have its first token; 0: nobody knows. The cache
+    has so many of them.
 
     `wanted` is its place among prompts. Of the other groups on the device (`in_the_way`): seconds until their steps are
     done; those that the turns take of the ones which have none, which come `before` this one's; those of all of them,
@@ -152,7 +155,7 @@ def first_token(
     if len(s.linear) == 0:
         return 0.0
     counts, numbers = s.now, s.numbers
-    pending, context, count, needed = tokens, 0, 0, blocks_for(s, tokens)
+    pending, context, count, needed = tokens - cached, 0, 0, blocks_for(s, tokens)
     for i in range(counts[RUNNING]):
         slot = s.running[i]
         if numbers[slot, LIMIT] - numbers[slot, KNOWN] > 1:  # else it ends with its next token
@@ -166,17 +169,18 @@ def first_token(
             count += 1
             context += numbers[slot, KNOWN]
         if s.times[slot, WANTED] <= wanted:
-            pending += numbers[slot, KNOWN]
+            pending += left_of(s, slot)[1]
             needed += blocks_for(s, numbers[slot, KNOWN])
     decodes = min(count, s.limits[MAX_BATCH] - 1)  # all that are here, by then
-    if step(s, decodes + 1, context + tokens, 0)[1] - s.factors[BESIDE] > s.factors[GOAL]:
+    stages = s.limits[PIPELINE]
+    if stages * (step(s, decodes + 1, context + tokens, 0)[1] - s.factors[BESIDE]) > s.factors[GOAL]:
         return np.inf
     rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
-    stages, begin = s.limits[PIPELINE], max(left_of_flight(s, now), ahead)
+    begin = max(left_of_flight(s, now), ahead)
     begin += others if counts[FLYING] > 0 else before
     free = s.clocks[stages - 1] - now
     if s.limits[POLICY] == PREFILL_FIRST:
-        took = whole_steps(s, now + begin, now + free, tokens, wanted, others) - now
+        took = whole_steps(s, now + begin, now + free, tokens - cached, wanted, others) - now
         if rest > 0:
             took += rest * (step(s, decodes, context, 0)[1] + others)
     else:
@@ -207,4 +211,4 @@ def _until_room(s: State, places: int, blocks: int) -> int:
 
 expected_in_the_way = entry(tuple_of(F64, F64, BOOL), STATE, F64)(in_the_way)
 next_turn = entry(tuple_of(I64, F64), STATE, F64)(turn)
-seconds_to_first_token = entry(F64, STATE, I64, F64, F64, F64, F64, F64, BOOL)(first_token)
+seconds_to_first_token = entry(F64, STATE, I64, I64, F64, F64, F64, F64, F64, BOOL)(first_token)

@@ -65,7 +65,7 @@ from paceline.batching.state import (
     grown,
     make,
 )
-from paceline.compiled import BOOL, BYTES, F64, I64, VOID, Handle, entry, plain
+from paceline.compiled import BOOL, BYTES, F64, I64, INTS, VOID, Handle, entry, plain
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.protocols import Lookahead
 from paceline.core.request import HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Request, Sequence
@@ -80,6 +80,7 @@ _fits = entry(BOOL, STATE, I64, I64)(moves.fits)
 _add = entry(I64, STATE, I64, I64, F64, F64, F64, I64)(moves.add)
 _take_no_more = entry(VOID, STATE, I64)(moves.take_no_more)
 _end = entry(VOID, STATE, I64)(moves.end)
+_num_cached = entry(I64, STATE, INTS)(blocks.num_cached)
 _pending = entry(I64, STATE, I64)(moves.pending)
 _goal_of_step = entry(F64, STATE)(moves.goal_of_step)
 _reset = entry(VOID, STATE)(moves.reset)
@@ -208,7 +209,10 @@ class Scheduler:
         all_ways = NOBODY
         for way in ways:
             all_ways = _with_another(all_ways, *way)
-        return float(seconds_to_first_token(self.handle, request.prompt_tokens, place, now, *all_ways))
+        size, tokens, cached = self.config.block_size, request.prompt_tokens, 0
+        if request.prefix:
+            cached = size * _num_cached(self.handle, np.array(request.prefix[: (tokens - 1) // size], np.int64))
+        return float(seconds_to_first_token(self.handle, tokens, cached, place, now, *all_ways))
 
     def in_the_way(self, now: float) -> tuple[float, float, bool]:
         """What it is to another group on its device (`prediction.in_the_way`)."""

@@ -15,6 +15,7 @@ from paceline.batching.state import (
     GOAL,
     HEAD,
     LANDED,
+    PIPELINE,
     RUNNING,
     STATE,
     TBT,
@@ -79,16 +80,18 @@ def next_in_turn(served: Any, due: Any, horizon: float, tried: Any) -> int:
 
 @part
 def next_due(s: State, chunk: int, each: float) -> float:
-    """When the group's next step is to be done: of decodes so long after the last one; of prompts, where goals order
-    them, when a first token is wanted, and where that is a goal, earlier by the rounds of turns (`each`, seconds) that
-    it needs after this one, in steps of `chunk` tokens. A whole prompt that is longer counts as several."""
+    """When the group's next step is to be done: of decodes a stage's part of the goal after the last one; of prompts,
+    where goals order them, when a first token is wanted, and where that is a goal, earlier by the rounds of turns
+    (`each`, seconds) that it needs after this one, in steps of `chunk` tokens. A whole prompt that is longer counts as
+    several.
+    """
     now = s.now
     due, pace = s.factors[LANDED] + UNHURRIED_S, s.factors[GOAL]
     for i in range(now[RUNNING]):
         slot = s.running[i]
         if s.numbers[slot, SCHEDULED] >= s.numbers[slot, PROMPT]:
             pace = min(pace, s.times[slot, TBT])
-    due = min(due, s.factors[LANDED] + pace)
+    due = min(due, s.factors[LANDED] + pace / s.limits[PIPELINE])
     if s.limits[BY_GOAL] > 0:
         tokens = 0
         slot, ours, theirs = next_in_line(s, 0, now[HEAD])

@@ -53,6 +53,13 @@ def read_placement(path: Path, file: FleetFile | None) -> Placement:
     return placement
 
 
+def quickest_share(placement: Placement | None, model: str) -> float:
+    """Of what a step takes on one device, all stages together, in the quickest shape that the model has (the ranks of a
+    stage share it); 0 where it is still to be planned."""
+    groups = placement.groups if placement else ()
+    return min((1 / group.parallel.tensor for group in groups if model in group.models), default=0.0)
+
+
 def plan(file: FleetFile, known: Planned) -> Placement:
     """For the traffic that the fleet file expects. Models for which there is no memory are loaded by need."""
     expected = traffic(file, known, None, None, 0)

@@ -110,12 +110,14 @@ def check_goals(name: str, one_shot: bool, goals: SLO, drafter: str) -> None:
 
 
 def paced(
-    model: Model, maximum: int, fixed: bool, threads: int | None, options: list[str], measures: bool = False
-) -> Model:
+    model: Model, maximum: int, fixed: bool, threads: int | None, options: list[str], measures: bool = False,
+    share: float = 1.0,
+) -> Model:  # fmt: skip
     """The model with its profile and the budget that follows: with a goal, or by default where a profile is cached.
 
-    What a goal, a choice of drafts or a plan (`measures`) needs and the cache lacks is measured first, by `paceline
-    profile` with these options. Raises ValueError for a goal below the floor.
+    What a goal, a choice of drafts or a plan (`measures`) needs and the cache lacks, or has for narrower steps only, is
+    measured first, by `paceline profile` with these options. Raises ValueError for a goal below the floor: `share` of
+    what one device takes (`goal_budget`).
     """
     if model.encoder:
         if model.device != "cpu":
@@ -133,10 +135,14 @@ def paced(
     tbt, chooses = model.slo.tbt, model.drafting.chooses
     needed = measures or tbt is not None or model.slo.ttft is not None or chooses
 
+    def wide(path: Path, known: Profile, options: list[str]) -> bool:
+        limit = options[options.index("--context") + 1] if "--context" in options else None
+        return known.max_tokens >= min(maximum, int(limit or ModelConfig.load(path).max_context) - 1)
+
     def profile_of(path: Path, quantization: str, name: str, options: list[str], needed: bool) -> Profile | None:
         file = profile_cache.cache_file(path, quantization, device)
         known = profile_cache.load(file)
-        if known is None and needed:
+        if needed and not (known and wide(path, known, options)):
             where = ["--device", model.device, "--dtype", model.dtype]
             measured_here(path, name, ["--quick", *options, "--quantization", quantization, *where])
             known = profile_cache.load(file)
@@ -152,6 +158,6 @@ def paced(
     if model.profile is None:
         return model
     model = replace(model, step_time=model.profile.step_time)
-    if fixed and tbt is None:
+    if tbt is None and (fixed or not wide(model.path, model.profile, options)):
         return model
-    return replace(model, budget=goal_budget(model.name, model.profile, maximum, tbt))
+    return replace(model, budget=goal_budget(model.name, model.profile, maximum, tbt, share))

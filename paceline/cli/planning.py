@@ -332,7 +332,8 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> Simul
         for count in PIPELINES[1:]:
             part = -(-alone.stage_weight_bytes[0] // count)
             shapes[Parallel(count)] = ShapeTable((part,) * count, {1: (0.0,) * count}, alone.working_bytes)
-    budget = measured and goal_budget(name, measured, SchedulerConfig().token_budget, slo.tbt)
+    quickest = min(shares.get(one, 1 / one.devices) * one.pipeline for one in shapes)
+    budget = measured and goal_budget(name, measured, SchedulerConfig().token_budget, slo.tbt, quickest)
     kv_bytes = int((entry.roofline or {}).get("kv_bytes", 0))
     return SimulatedModel(ModelTable(name, shapes), slo, step, kv_bytes, budget, shares)
 

@@ -15,7 +15,7 @@ from paceline.latency.profile import Percentiles, Profile
 
 
 class Device(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a profile holds for, beside the model. `threads` as asked for; None is torch's own choice."""
+    """What a profile holds for, beside the model."""
 
     cpu: str
     threads: int | None
@@ -26,7 +26,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     @staticmethod
     def here(threads: int | None, accelerator: Accelerator = "cpu", dtype: DType = "auto") -> "Device":
         gpu = f"{gpu_name()}, {dtype}" if accelerator == "cuda" else ""
-        return Device(cpu_name(), threads, version("torch"), __version__, gpu)
+        return Device(cpu_name(), threads or threads_of(1), version("torch"), __version__, gpu)
 
 
 class ProfileFile(msgspec.Struct, frozen=True):
@@ -38,7 +38,7 @@ class ProfileFile(msgspec.Struct, frozen=True):
 
 
 def threads_of(devices: int | None) -> int | None:
-    """Of each worker, where workers share the machine's cores."""
+    """Of each worker, where workers share the cores that this process may have."""
     return devices and max(1, len(os.sched_getaffinity(0)) // devices)
 
 

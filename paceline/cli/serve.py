@@ -21,7 +21,7 @@ from paceline.cli import fleet_file
 from paceline.cli.accelerators import Accelerator, DType, check
 from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
-from paceline.cli.groups import Limits, devices_of, on_cluster, plan, read_placement, worker_groups
+from paceline.cli.groups import Limits, devices_of, on_cluster, plan, quickest_share, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
 from paceline.cli.planning import planned
 from paceline.cli.profile_cache import threads_of
@@ -92,6 +92,9 @@ def serve(
     Without SOURCE the built-in models. Example: paceline serve builtin:coder --port 8000
     """
     composer = policies.policy(policy)
+    if tbt_goal is not None and not composer.within_goals:
+        able = ", ".join(sorted(name for name, one in policies.POLICIES.items() if one.within_goals))
+        raise ValueError(f"tbt-goal: policy {policy!r} takes no notice of goals between tokens; {able} do")
     maximum = token_budget or DEFAULTS.token_budget
     slo = SLO(tbt=tbt_goal)
     sources = sources or [f"builtin:{name}" for name in builtin_names()]
@@ -130,7 +133,8 @@ def serve(
     given = [str(word) for option in sizes.items() if option[1] is not None for word in option]
     planning = devices is not None and places is None
     measures = planning and profile is None
-    models = [paced(model, maximum, token_budget is not None, threads, given, measures) for model in models]
+    fixed, share = token_budget is not None, partial(quickest_share, places) if devices else lambda name: 1.0
+    models = [paced(model, maximum, fixed, threads, given, measures, share(model.name)) for model in models]
     size = devices_of(file, None) or devices  # of the cluster: a placement may leave devices out
     known = planned(file, profile, threads, size) if file and (planning or profile) else None
     if planning and file and known:
@@ -269,7 +273,7 @@ def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: st
 def pace_of(model: Model, config: FleetConfig) -> tuple[str, str]:
     """The budget in words, and what the profile's predictions are off by."""
     budget, error = str(config.token_budget), ""
-    if model.profile and model.budget:
+    if model.profile and model.budget and policies.policy(config.policy).within_goals:
         knee = f"knee {model.budget.knee}"
         budget = f"{1e3 * model.budget.tbt:g} ms, {knee}" if model.budget.tbt else knee
     if model.profile:

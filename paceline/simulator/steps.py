@@ -381,7 +381,7 @@ def _host(w: World, r: int, now: float) -> int:
                     ways = with_another(ways, left, turn_s, lately)
             place = wanted(arrival, ttft, network.rules[g, 0] > 0)
             tokens = w.requests.prompts[r]
-            expected[g] = first_token(s, tokens, place, now, ways[0], ways[1], ways[2], ways[3])
+            expected[g] = first_token(s, tokens, 0, place, now, ways[0], ways[1], ways[2], ways[3])
             if not there.up[g] and expected[g] > 0:
                 expected[g] += loading(there.load_s[g], there.resident[g], there.since[g], now)
     return soonest(expected, queued, able)

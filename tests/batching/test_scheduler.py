@@ -241,13 +241,35 @@ def test_a_step_that_only_preempted_is_not_the_last():
     assert (events[0].request, list(batch.requests)) == ("a", ["c"])
 
 
+BUDGET = GoalBudget(tuple(10.0 + n for n in range(100)), (0.0,) * 6, tile=1, knee=8, maximum=100)
+
+
 def test_the_budget_is_that_of_the_goals():
     """A step takes 10 s and 1 s a token; whoever decodes wants a token every 16 s."""
-    budget = GoalBudget(tuple(10.0 + n for n in range(100)), (0.0,) * 6, tile=1, knee=8, maximum=100)
     limits = SchedulerConfig(token_budget=10)
     requests = [Request("a", 4, 5, slo=SLO(tbt=16.0)), Request("b", 30, 2, arrival=5)]
-    _, trace = run(limits, requests, budget=budget)
+    _, trace = run(limits, requests, budget=BUDGET)
     assert [e.tokens for e in trace if e.kind == "started"][:6] == [4, 6, 6, 6, 6, 8]
+
+
+def test_a_stage_has_its_part_of_the_goal():
+    """Whoever decodes in three stages of such steps wants a token every 48 s."""
+    limits = SchedulerConfig(token_budget=10)
+    requests = [Request(str(i), 4, 5, slo=SLO(tbt=48.0)) for i in range(3)] + [Request("b", 200, 1)]
+    _, trace = run(limits, requests, budget=BUDGET, pipeline=3)
+    widths = [e.detail.num_tokens for e in trace if e.kind == "started" and e.detail.num_decodes]
+    assert len(widths) > 5 and set(widths[:6]) == {6}
+
+
+def test_the_budget_counts_what_the_cache_has_of_a_prompt_as_context():
+    """A chunk takes 1 s for each 8 tokens before it: of 12 s for prompts, 4 are left where 32 tokens are cached."""
+    limits = SchedulerConfig(token_budget=64, block_size=4, num_blocks=64)
+    budget = GoalBudget(BUDGET.linear, (0.0, 0.0, 0.0, 0.0, 1 / 8, 0.0), tile=1, knee=64, maximum=64)
+    prefix, goal = tuple(range(8)), SLO(tbt=23.0)
+    requests = [Request("a", 33, 1, prefix=prefix), Request("d", 4, 9, arrival=100.0, slo=goal)]
+    requests += [Request("b", 60, 1, arrival=115.0, prefix=prefix)]
+    _, trace = run(limits, requests, budget=budget)
+    assert [e.tokens for e in trace if e.kind == "started" and e.time > 116][:2] == [1 + 8, 1 + 7]
 
 
 def test_drafts_stop_for_prompts_that_the_step_takes_and_for_no_others():

@@ -15,11 +15,11 @@ from paceline.batching.budget import GoalBudget
 from paceline.cli import profile_cache
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.goals import goal_budget
-from paceline.cli.groups import group_model
+from paceline.cli.groups import group_model, quickest_share
 from paceline.cli.models import find_models, paced
 from paceline.cli.sources import BUILTIN
 from paceline.core.batch import StepShape
-from paceline.core.cluster import Parallel
+from paceline.core.cluster import Group, Parallel, Placement
 from paceline.core.request import COMPUTED, KNOWN, LIMIT, NUM_COLUMNS, SLO
 from paceline.engine.config import QUANTIZATIONS
 from paceline.latency.profile import Percentiles, Profile
@@ -103,7 +103,7 @@ def test_end_to_end(tmp_path, cache):
     stage |= {"working_bytes": floor["working_bytes"]}
     assert floor["working_bytes"] > 100 << 20, "an interpreter with torch"
     assert model["parallel"] == [stage]
-    assert set(data["error"]) == {"p50", "p95"} and data["device"]["threads"] is None
+    assert set(data["error"]) == {"p50", "p95"} and data["device"]["threads"] == len(os.sched_getaffinity(0))
     kept = list((cache / "paceline" / "profiles").iterdir())
     assert [path.read_bytes() for path in kept] == [file.read_bytes()]
     model = paced(find_models(["builtin:coder"], [])[0], 512, False, None, [])
@@ -143,17 +143,38 @@ def cached(profile: Profile = PROFILE) -> None:
 
 def test_the_budget_of_a_model():
     model = find_models(["builtin:coder"], [])[0]
-    assert paced(model, 512, False, None, []).budget is None  # no profile
+    assert paced(model, 256, False, None, []).budget is None  # no profile
     cached()
-    assert paced(model, 512, True, None, []).budget is None  # a width was asked for
-    assert paced(model, 512, True, None, []).profile == PROFILE
-    budget = paced(model, 512, False, None, []).budget
+    assert paced(model, 256, True, None, []).budget is None  # a width was asked for
+    assert paced(model, 256, True, None, []).profile == PROFILE
+    budget = paced(model, 256, False, None, []).budget
     assert isinstance(budget, GoalBudget) and (budget.tile, budget.knee, budget.tbt) == (8, 128, None)
-    assert budget.maximum == 256  # no wider than measured
+    assert budget.maximum == 256
     paced_model = paced(replace(model, slo=SLO(tbt=0.02)), 200, True, None, [])
     assert (paced_model.budget.tbt, paced_model.budget.maximum) == (0.02, 200)
     # 18.7 ms and the margin of 5 % make 19.6; 184 tokens would make 20.5
     assert paced_model.budget(StepShape().add(10, 1, True), [(0, 900)], None) == 176
+
+
+def test_a_profile_of_narrower_steps_bounds_no_budget(monkeypatch):
+    """What somebody measured for a budget of 256 tokens is nothing to go by for one of 512; a goal has it measured."""
+    model = find_models(["builtin:coder"], [])[0]
+    cached()
+    assert paced(model, 512, False, None, []).budget is None
+    assert paced(model, 512, False, None, ["--context", "200"]).budget is not None  # there are no wider ones
+    wider = replace(PROFILE, step_time=replace(MODEL, linear=tuple(0.001 + 0.0001 * n for n in range(513))))
+    measured = []
+    monkeypatch.setattr("paceline.cli.models.measured_here", lambda *how: (measured.append(how), cached(wider)))
+    goal = replace(model, slo=SLO(tbt=0.02))
+    assert paced(goal, 512, False, None, []).budget.maximum == 512
+    assert paced(goal, 300, False, None, []).budget.maximum == 300 and len(measured) == 1
+
+
+def test_profiles_are_of_so_many_cores(monkeypatch):
+    cores, with_all = os.sched_getaffinity(0), profile_cache.Device.here(None)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    assert with_all.threads == len(cores) and profile_cache.Device.here(None).threads == 1
+    assert profile_cache.Device.here(2).threads == 2
 
 
 def cached_for(path: Path, profile: Profile, quantization: str = "none") -> None:
@@ -174,7 +195,7 @@ def test_what_drafts_cost_is_known_from_profiles(tmp_path, drafter, cost):
     tenth = replace(MODEL, linear=tuple(second / 10 for second in MODEL.linear), emit=0.0, decode=0.0)
     cached()
     cached_for(BUILTIN / "coder-draft", replace(PROFILE, step_time=tenth), "int8")
-    model = paced(find_models([str(fleet)], [])[0], 512, False, None, ["--context", "64", "--max-batch", "4"])
+    model = paced(find_models([str(fleet)], [])[0], 256, False, None, ["--context", "64", "--max-batch", "4"])
     config = group_model(model, Parallel())
     assert config.max_draft_tokens == 3
     lookahead = config.lookahead()
@@ -190,6 +211,16 @@ def test_a_goal_below_the_floor_is_refused_with_the_floor():
     with pytest.raises(ValueError, match=r"tbt: 'm' cannot hold 1\.0 ms .* one decode alone, is 1\.1 ms"):
         goal_budget("m", PROFILE, 512, 0.001)
     assert goal_budget("m", PROFILE, 512, 0.0012).tbt == 0.0012
+    with pytest.raises(ValueError, match="cannot hold nan ms"):
+        goal_budget("m", PROFILE, 512, float("nan"))
+    with pytest.raises(ValueError, match=r"cannot hold 0\.5 ms .* alone, is 0\.6 ms"):
+        goal_budget("m", PROFILE, 512, 0.0005, 0.5)
+    assert goal_budget("m", PROFILE, 512, 0.001, 0.5).tbt == 0.001, "two ranks of half the time"
+
+
+def test_what_a_placement_makes_of_a_step():
+    placement = Placement((Group((0, 1), Parallel(2), ("a", "b")), Group((2, 3), Parallel(1, 2), ("b",))))
+    assert [quickest_share(placement, name) for name in "ab"] == [1.0, 0.5] and quickest_share(None, "a") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -197,6 +228,7 @@ def test_a_goal_below_the_floor_is_refused_with_the_floor():
     [
         (["serve", "builtin:coder", "--tbt-goal", "0.0001"], "its floor on this machine"),
         (["serve", "builtin:coder", "--policy", "fastest"], "policy: 'fastest' is not one of"),
+        (["serve", "builtin:coder", "--policy", "orca", "--tbt-goal", "1"], "tbt-goal: policy 'orca' takes no notice"),
         (["serve", "builtin:coder", "--quantization", "int3"], "'int3' is not one of"),
         (["profile", "builtin:nobody"], "source: no model"),
         (["profile", "builtin:coder", "--json", "/no/such/place/a.json"], "json: /no/such/place is not a directory"),
