@@ -111,9 +111,14 @@ class LocalFleet:
         controller = Controller(self._group_config(group) for group in self.groups)
         self.driver = Driver(controller, self._execute, self._notice, time.monotonic, recorder)
         for group in self.groups:
-            group.driver = self.driver
-            if group.state not in ("ready", "cold"):
-                self.driver.post(Lost(group.index))
+            self._attach(group)
+
+    def _attach(self, group: ModelGroup) -> None:
+        """The controller has it."""
+        assert self.driver is not None
+        group.driver = self.driver
+        if group.state not in ("ready", "cold"):  # lost again already, or failed
+            self.driver.post(Lost(group.index, group.state == "failed"))
 
     def _join(self, one: WorkerGroup) -> list[ModelGroup]:
         """Its models, on workers that are yet to be started."""
@@ -157,9 +162,7 @@ class LocalFleet:
                 self._fit(group)
                 number = self.driver.controller.add(self._group_config(group))
                 assert number == group.index
-                group.driver = self.driver
-                if group.state not in ("ready", "cold"):  # lost again already
-                    self.driver.post(Lost(group.index))
+                self._attach(group)
                 self._hosts.setdefault(group.config.name, []).append(group)
             await self._retire(old)
 

@@ -121,17 +121,17 @@ class ModelGroup:
                 self.fail(seq, "the engine failed on this request more than once")
 
     def failed(self, reason: str, bad_input: bool) -> None:
-        self.reason, self.bad_input = reason, bad_input
-        self._leave()
+        self.reason, self.bad_input, self.resident = reason, bad_input, False
+        self._leave(for_good=True)
         for seq in self.own():  # no other group has taken them
-            self.fail(seq, reason)
+            self.fail(seq, f"model {self.config.name!r} is not available: {reason}")
         self.settled.set()
 
     def advanced(self, batch: int) -> None:
         assert self.driver is not None
         self.driver.post(Advance(self.index, batch))
 
-    def _leave(self) -> set[RunningSequence]:
+    def _leave(self, for_good: bool = False) -> set[RunningSequence]:
         """Gives the controller back what was here; returns the sequences that a worker was computing."""
         flights = list(self._flying.values())
         running = {seq for flight in flights if flight.sent and flight.parts for _, seq in flight.parts[0]}
@@ -139,7 +139,7 @@ class ModelGroup:
         for seq in self.own():
             seq.lose_worker()
         if self.driver:
-            self.driver.post(Lost(self.index))
+            self.driver.post(Lost(self.index, for_good))
             self._land(flights)
         return running
 

@@ -10,7 +10,7 @@ from paceline.core.cluster import Parallel
 from paceline.core.work import EngineInfo
 from paceline.runtime import messages
 from paceline.runtime.launch import Launcher, Process
-from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, Step, StepDone, ToWorker
+from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, Step, StepDone, ToWorker, Unload
 
 HANG_S = 1.7  # workers of which one has not moved for so long are killed and started again: seen within 2 s
 LOST_S = 10.0  # and such that owe a step of which none has computed anything for so long
@@ -71,7 +71,9 @@ class Workers:
             return
         infos = [guest.info for guest in self.guests]
         blocks = tuple((info.num_blocks, info.most_blocks) if info else None for info in infos)
-        resident, check = tuple(guest.resident for guest in self.guests), self.state == "loading"
+        resident = tuple(guest.resident for guest in self.guests)
+        unseen = any(info is None for model, info in enumerate(infos) if model not in self._failed)
+        check = unseen or not any(resident)  # of workers that load nothing nobody hears when they are there
         self._present.clear()
         self._owed = 0
         self._awaited = {m for m, stays in enumerate(resident) if (stays or check) and m not in self._failed}
@@ -231,13 +233,17 @@ class Workers:
                 if model not in self._failed:
                     self._failed.add(model)
                     self.guests[model].failed(reason, bad_input)
+                self.send(Unload(model))  # others of the group may have it
                 self._awaited.discard(model)
                 self._see_whether_ready()
 
     def _loaded(self, model: int, number: int, info: EngineInfo, load_s: float) -> None:
         infos, guest = self._infos[model], self.guests[model]
+        if model in self._failed:  # at another one
+            self.send(Unload(model))
+            return
         infos[number] = info
-        if len(infos) < self.parallel.devices or model in self._failed:
+        if len(infos) < self.parallel.devices:
             return
         sizes = ("weight_bytes", "kv_bytes", "planned_bytes")
         all_of = [infos[number] for number in range(self.parallel.devices)]
@@ -254,11 +260,13 @@ class Workers:
 
     def _see_whether_ready(self) -> None:
         """They are when every model that is to be there is loaded by all or has failed."""
-        if self._awaited or self.state in ("ready", "failed"):
+        if self.state in ("failed", "stopped"):
             return
         if len(self._failed) == len(self.guests):
             self.state, gone, self._processes = "failed", self._processes, []
             self._task(_end(gone))
+            return
+        if self._awaited or self.state == "ready":
             return
         self.state = "ready"
         for model in self._present:

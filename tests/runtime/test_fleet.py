@@ -55,7 +55,7 @@ def worker(*names, slots=None, **options) -> WorkerGroup:
     """A worker with toy models, of which it holds so many at a time."""
     names = names or ("toy",)
     served = (ServedModel(name, slots=slots, resident=i < (slots or len(names))) for i, name in enumerate(names))
-    command = ["-m", "tests.runtime.toy_worker", json.dumps({"models": len(names), **options})]
+    command = ["-m", "tests.runtime.toy_worker", json.dumps({"models": len(names), "slots": slots, **options})]
     return WorkerGroup(tuple(served), lambda seat: [*command, json.dumps(asdict(seat))])
 
 
