@@ -139,10 +139,12 @@ class LocalFleet:
         Those finish what they run, and what waits there moves: no request fails. Where there is no `room` for both,
         the others end before, and all that they have moves.
 
-        Raises RuntimeError when one of the new groups cannot be loaded; then nothing changes.
+        Raises RuntimeError when one of the new groups cannot be loaded; then nothing changes. A model that has failed
+        wherever it is may fail again.
         """
         assert self.driver is not None
         async with self._moving:
+            broken = [name for name, hosts in self._hosts.items() if all(group.state == "failed" for group in hosts)]
             old = [self.workers[number] for number in leaving]
             gave = [one for one in old if one.state in ("ready", "restarting") and not one.gone and not room]
             await asyncio.gather(*(workers.make_way() for workers in gave))
@@ -151,7 +153,7 @@ class LocalFleet:
             started = self.workers[numbers[0] :]
             await asyncio.gather(*(workers.start() for workers in started))
             await asyncio.gather(*(group.settled.wait() for group in new))
-            failed = [group for group in new if group.state == "failed"]
+            failed = [group for group in new if group.state == "failed" and group.config.name not in broken]
             if failed:
                 del self.workers[numbers[0] :], self.groups[numbers[1] :]
                 await asyncio.gather(*(workers.stop() for workers in started))
