@@ -110,15 +110,18 @@ class ModelGroup:
         if self.driver and self.resident:
             self.driver.post(Back(self.index, self.load_s))
 
-    def lost(self) -> None:
-        """Nothing is at the workers any more. A sequence that ran in three that died, and got nowhere, fails."""
+    def lost(self) -> bool:
+        """Nothing is at the workers any more. A sequence that ran in three that died, and got nowhere, is to blame and
+        fails; returns whether there is one."""
         if self.driver is None:  # other groups are still loading: nothing runs yet
-            return
-        running = self._leave()
+            return False
+        running, blamed = self._leave(), False
         for seq in sorted(running, key=lambda seq: seq.handle):
             seq.crashes += 1
             if seq.crashes >= MAX_CRASHES and self.sequences.get(seq.id) is seq:
                 self.fail(seq, "the engine failed on this request more than once")
+                blamed = True
+        return blamed
 
     def failed(self, reason: str, bad_input: bool) -> None:
         self.reason, self.bad_input, self.resident = reason, bad_input, False

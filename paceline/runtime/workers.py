@@ -15,7 +15,8 @@ from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Rea
 HANG_S = 1.7  # workers of which one has not moved for so long are killed and started again: seen within 2 s
 LOST_S = 10.0  # and such that owe a step of which none has computed anything for so long
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
-MAX_RESTARTS = 5  # in a row, without a step in between
+MAX_RESTARTS = 5  # in a row, without a step in between, and since a request was to blame
+MOST_RESTARTS = 20  # in a row, whoever is to blame
 NO_ROOM_S = 30.0  # without room for so long: a cluster's other nodes have some in seconds, a new one comes in minutes
 
 
@@ -43,7 +44,7 @@ class Guest(Protocol):
     def loading(self, done: int, total: int) -> None: ...
     def ready(self) -> None: ...
     def failed(self, reason: str, bad_input: bool) -> None: ...
-    def lost(self) -> None: ...
+    def lost(self) -> bool: ...  # whether a request is to blame
     def stepped(self, message: StepDone) -> None: ...
     def advanced(self, batch: int) -> None: ...
 
@@ -62,7 +63,7 @@ class Workers:
         self._failed: set[int] = set()  # models
         self._awaited: set[int] = set()  # models that have to be loaded before any step
         self._present: set[int] = set()  # models that were, since the start
-        self._restarts = 0
+        self._restarts, self._allowed = 0, MAX_RESTARTS
         self._owed, self._asked = 0, 0.0  # steps without an answer; when the last was sent
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -167,13 +168,12 @@ class Workers:
         gone, self._processes = self._processes, []
         self._restarts += 1
         loaded = any(guest.info for guest in self.guests)
-        if not loaded or self._restarts > MAX_RESTARTS:
+        if not loaded or self._restarts > min(self._allowed, MOST_RESTARTS):
             self._fail(f"the worker ended with code {code} {self._restarts} times in a row", gone)
             return
         self.state = "restarting"
-        for model, guest in enumerate(self.guests):
-            if model not in self._failed:
-                guest.lost()
+        if self._tell_lost():
+            self._allowed = self._restarts + MAX_RESTARTS
         self._task(self._start_again(gone))
 
     async def _start_again(self, gone: Sequence[Process]) -> None:
@@ -196,10 +196,12 @@ class Workers:
 
     def _lose(self, reason: str) -> None:
         self.state, self.gone = "restarting", reason
-        for model, guest in enumerate(self.guests):
-            if model not in self._failed:
-                guest.lost()
+        self._tell_lost()
         self.launcher.close()
+
+    def _tell_lost(self) -> bool:
+        """Whether a request is to blame."""
+        return any([guest.lost() for model, guest in enumerate(self.guests) if model not in self._failed])
 
     def give_up(self, reason: str) -> None:
         """They are gone for good, and nobody takes over."""
@@ -220,7 +222,7 @@ class Workers:
             return
         match message:
             case StepDone():
-                self._restarts, self._owed = 0, self._owed - 1
+                self._restarts, self._allowed, self._owed = 0, MAX_RESTARTS, self._owed - 1
                 self.guests[message.model].stepped(message)
             case Advanced(model, batch):
                 self.guests[model].advanced(batch)

@@ -28,6 +28,7 @@ from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.runtime.offline import Offline
 from tests.engine import checkpoints
+from tests.engine.poisoned_worker import POISON, command
 from tests.runtime.test_fleet import Collector, until
 
 # which of the families: every so many of them
@@ -198,6 +199,29 @@ async def test_a_group_that_loses_one_of_its_workers_starts_again_and_streams_go
             assert not set(before) & set(fleet.workers[0].pids)
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
     assert [sink.tokens for sink in sinks] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("parallel", [Parallel(1, 2), Parallel(2, 1)], ids=str)
+async def test_a_request_at_which_a_worker_of_a_group_raises_fails_alone(parallel):
+    limits = dict(max_batch_tokens=64, max_batch=16, num_blocks=200)
+    coder = ModelRunner.load(BUILTIN / "coder", **limits)
+    asked = requests(coder.info.vocab_size)[:2]
+    options = GroupOptions((WorkerOptions(str(BUILTIN / "coder"), threads=1, **limits),), parallel)
+    group = WorkerGroup((ServedModel("coder", max_draft_tokens=3),), lambda seat: command(options, seat), parallel)
+    async with LocalFleet([group], FleetConfig()) as fleet:
+        sinks, bad = [Collector() for _ in asked], Collector()
+        for (prompt, params), sink in zip(asked, sinks, strict=True):
+            fleet.submit("coder", prompt, params, sink)
+        fleet.submit("coder", [5, 6], replace(GREEDY, seed=POISON), bad)
+        await asyncio.gather(*(sink.done.wait() for sink in (bad, *sinks)))
+        assert "more than once" in bad.error and not bad.tokens
+        assert [sink.tokens for sink in sinks] == alone(coder, asked)
+        late = Collector()
+        fleet.submit("coder", *asked[0], late)
+        await late.done.wait()
+        assert late.tokens == sinks[0].tokens
 
 
 @pytest.mark.timeout(60)
