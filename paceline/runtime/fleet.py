@@ -294,7 +294,7 @@ class LocalFleet:
         handle = next(self._ids)
         hasher = BlockHasher(f"{model}/{namespace}", group.info.block_size)
         seq = RunningSequence(f"{handle}", handle, tokens, params, sink, group.config.eos_ids, hasher)
-        draft = group.config.max_draft_tokens
+        draft = max(0 if one.undrafted else one.config.max_draft_tokens for one in able)
         if params.max_draft_tokens is not None:
             draft = min(draft, params.max_draft_tokens)
         prefix = () if group.config.one_shot else seq.prefix

@@ -93,6 +93,11 @@ class ModelGroup:
             return "failed"
         return "cold" if self.workers.state == "ready" and not self.resident else self.workers.state
 
+    @property
+    def undrafted(self) -> bool:
+        """Its draft model cannot be had."""
+        return self.info is not None and bool(self.info.undrafted)
+
     def own(self) -> list[RunningSequence]:
         """The sequences that the controller has here, in the order in which they came."""
         if self.driver is None:
@@ -252,7 +257,8 @@ class ModelGroup:
         batch = flight.batch
         if index < batch.num_decodes and self.config.max_draft_tokens and seq.params.max_draft_tokens != 0:
             asked = batch.drafts[index] if batch.drafts else 0
-            flight.drafts.append(Drafted(asked, output.num_draft, output.num_accepted))
+            off = "no_drafter" if self.undrafted else ""
+            flight.drafts.append(Drafted(asked, output.num_draft, output.num_accepted, off))
         if output.prompt_logprobs:
             output = seq.fresh_prompt_logprobs(output, flight.batch.starts[index])
         finish = seq.take(output)

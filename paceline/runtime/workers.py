@@ -250,7 +250,8 @@ class Workers:
         sizes = ("weight_bytes", "kv_bytes", "planned_bytes")
         all_of = [infos[number] for number in range(self.parallel.devices)]
         whole = {size: sum(getattr(one, size) for one in all_of) for size in sizes}
-        guest.info = guest.info or replace(info, **whole, **_lending(all_of))
+        known = guest.info or replace(info, **whole, **_lending(all_of))
+        guest.info = replace(known, undrafted=all_of[0].undrafted)
         infos.clear()
         guest.load_s = load_s
         self._awaited.discard(model)

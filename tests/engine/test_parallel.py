@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,13 +71,17 @@ class Preemptions:
     """An observer that counts."""
 
     def __init__(self) -> None:
-        self.count = self.accepted = 0
+        self.count, self.drafts = 0, Counter()
 
     def on_events(self, events) -> None:
         self.count += sum(event.kind == "preempted" for event in events)
 
     def on_step(self, step) -> None:
-        self.accepted += sum(one.accepted for one in step.drafts)
+        self.drafts.update(step.drafts)
+
+    @property
+    def accepted(self) -> int:
+        return sum(one.accepted * count for one, count in self.drafts.items())
 
 
 async def in_group(
@@ -149,6 +155,28 @@ async def test_a_model_that_drafts_with_the_first_worker_changes_nothing(paralle
     got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
     assert got["coder"][:-1] == expected and len(got["coder"][-1]) == OUTPUT
     assert seen.accepted > 5
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("parallel", "damage"),
+    [(Parallel(), "missing"), pytest.param(Parallel(2, 1), "cut off", marks=pytest.mark.slow)],
+    ids=str,
+)
+async def test_a_draft_model_that_cannot_be_read_leaves_its_target_serving(parallel, damage, tmp_path, capfd):
+    draft = shutil.copytree(BUILTIN / "coder-draft", tmp_path / "draft")
+    weights = draft / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:100_000] if damage == "cut off" else data.replace(b"model.norm.", b"model.none."))
+    limits = dict(max_batch_tokens=256, max_batch=16, num_blocks=200)
+    coder = ModelRunner.load(BUILTIN / "coder", **limits)
+    asked = [(prompt, one) for prompt, one in requests(coder.info.vocab_size)[:4] if one.max_draft_tokens]
+    options = WorkerOptions(str(BUILTIN / "coder"), drafter=str(draft), threads=1, **limits)
+    got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
+    assert got["coder"] == alone(coder, asked)
+    assert set(seen.drafts) == {(0, 0, 0, "no_drafter")}
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "steps go without drafts" in line]
+    assert "the draft model cannot be loaded: " in line and damage in line
 
 
 class Embedded(Collector):
