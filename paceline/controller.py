@@ -127,8 +127,8 @@ class Controller:
                 case Advance(group, batch_id):
                     self.groups[group].scheduler.advance(batch_id)
                     self._touch(group)
-                case Lost(group):
-                    events += self.lose(group, now)
+                case Lost(group, for_good):
+                    events += self.lose(group, now, for_good)
                 case Retire(group):
                     events += self.retire(group, now)
                 case Back(group, load_s):
@@ -321,17 +321,21 @@ class Controller:
         self._touch(index)
         return [Event("cancelled", now, index, request_id)]
 
-    def lose(self, group: int, now: float) -> list[Event]:
+    def lose(self, group: int, now: float, for_good: bool = False) -> list[Event]:
         """The group lost its batches in flight and its KV cache: its sequences start over from what is known, at other
-        groups of their model which are up, or at this one when it is back."""
+        groups of their model which are up, or at this one when it is back; or, if it is lost for good, at any other."""
         self._touch(group)
         state = self.groups[group]
-        state.up = False
+        state.up, state.retires = False, state.retires or for_good
         freed = self._freed.get(self._lane_of[group], [])
         freed[:] = [one for one in freed if one[0] != group]
         for sequence in state.scheduler.reset():
             del self.sequences[sequence.id]
-        return [*self._preempted(group, now), *self._move_waiting(group, now)]
+        events = [*self._preempted(group, now), *self._move_waiting(group, now)]
+        if for_good:
+            self._leave(group)
+            events.append(Event("retired", now, group))
+        return events
 
     def retire(self, group: int, now: float) -> list[Event]:
         """The group takes no more requests; when it has none it is out of the controller's sight, its number too."""
@@ -340,11 +344,10 @@ class Controller:
         return self._move_waiting(group, now)
 
     def _leave(self, group: int) -> None:
-        self._lanes[self._lane_of[group]].remove(group)
         self.groups[group].retires = False
-        for hosts in self._hosts.values():
-            if group in hosts:
-                hosts.remove(group)
+        for some in (self._lanes[self._lane_of[group]], *self._hosts.values()):
+            if group in some:
+                some.remove(group)
 
     def _move_waiting(self, group: int, now: float) -> list[Event]:
         """To other groups of their model which are up; from one that does not come back to any."""
@@ -382,7 +385,7 @@ def _rank(item: Input) -> tuple[int, int]:
             return 0, group
         case Advance(group, _):
             return 1, group
-        case Lost(group):
+        case Lost(group, _):
             return 2, group
         case Back(group):
             return 3, group

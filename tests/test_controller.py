@@ -46,12 +46,28 @@ def test_a_lost_group_s_sequences_go_on_elsewhere_from_what_is_known():
     assert controller.groups[0].scheduler.num_sequences == 0
 
 
+def test_a_group_that_is_lost_for_good_gives_its_place_to_others_on_the_device():
+    """What it had goes to any group of its model, though that is lost, too."""
+    device = {"device": 0, "slots": 1}
+    groups = [GroupConfig((name,), LIMITS, resident=name == "a", **device) for name in "ab"]
+    controller = Controller([*groups, GroupConfig(("a",), LIMITS)])
+    controller.turn([Lost(2), *(Submit(Request(name, 3, 2, model=name)) for name in "ab")], 0.0)
+    events, batches = controller.turn([Lost(0, for_good=True)], 0.5)
+    assert [(e.kind, e.group) for e in events] == [("preempted", 0), ("moved", 2), ("retired", 0), ("load", 1)]
+    assert not batches and controller.sequences["a"][0] == 2
+    events, _ = controller.turn([Lost(2, for_good=True), Submit(Request("late", 3, 2, model="a"))], 1.0)
+    assert [e.kind for e in events] == ["retired", "rejected"], "nobody has the model any more"
+    assert [e.kind for e in controller.turn([Cancel("a")], 1.0)[0]] == ["cancelled"]
+    assert set(controller.sequences) == {"b"}
+
+
 @pytest.mark.parametrize("slots", [None, 1], ids=["all", "by need"])
 def test_what_comes_for_a_group_that_has_left_disturbs_nobody(slots):
     """Its workers may be lost while they are being ended; its device has no group any more."""
     controller = Controller([GroupConfig(("a",), LIMITS, device=n, slots=slots) for n in (0, 1)])
     assert [e.kind for e in controller.turn([Retire(0)], 0.0)[0]] == ["retired"]
     assert controller.turn([Lost(0), Back(0)], 1.0) == ([], [])
+    assert [e.kind for e in controller.turn([Lost(0, for_good=True)], 1.0)[0]] == ["retired"]
     events, (batch,) = controller.turn([Submit(Request("x", 3, 2, model="a"))], 2.0)
     assert [(e.kind, e.group) for e in events] == [("accepted", 1), ("started", 1)] and batch.group == 1
 

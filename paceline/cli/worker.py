@@ -64,11 +64,11 @@ class GroupOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ["-m", "paceline.cli.worker", msgspec.json.encode(own).decode()]
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     group = msgspec.json.decode(arguments[0], type=GroupOptions)
     if group.devices:
         os.environ[VISIBLE] = gpus()[group.devices[group.number]]  # before torch looks
-    return serve(int(arguments[1]), loads(group), group.resident, group.check)
+    serve(int(arguments[1]), loads(group), group.resident, group.check)
 
 
 def loads(group: GroupOptions) -> list[Load]:
@@ -106,4 +106,4 @@ def loads(group: GroupOptions) -> list[Load]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -29,10 +29,12 @@ class Advance:
 class Lost:
     """A group lost its workers and with them its KV cache: it takes no step until it is `Back`.
 
-    Everything it ran is recomputed, by other groups that have the model or by itself when it is back.
+    Everything it ran is recomputed, by other groups that have the model or by itself when it is back. One that is lost
+    `for_good` leaves at once: what no other group can take stays with it until it is cancelled.
     """
 
     group: int
+    for_good: bool = False
 
 
 @dataclass(frozen=True, slots=True)

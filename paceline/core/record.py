@@ -42,7 +42,7 @@ def _input(kind: str, fields: dict) -> Input:  # type: ignore[type-arg]
         case "Cancel":
             return Cancel(fields["request"])
         case "Lost":
-            return Lost(fields["group"])
+            return Lost(**fields)
         case "Retire":
             return Retire(fields["group"])
         case "Back":

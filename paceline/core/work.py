@@ -74,6 +74,7 @@ class EngineInfo:
     vocab_size: int
     most_blocks: int | None = None  # with those that other models on the device lend it; None: no more than its own
     block_bytes: tuple[int, ...] = ()  # of a block at each worker, where models lend each other memory
+    undrafted: str = ""  # why nobody drafts, where a draft model was to
 
     @property
     def working_bytes(self) -> int:

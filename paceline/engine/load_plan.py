@@ -33,7 +33,8 @@ class Models:
     drafts: DrafterName
     quantizations: list[str]  # of `config.PRECISIONS`
     configs: list[ModelConfig]
-    checkpoints: list[Checkpoint]
+    folders: list[Path]
+    checkpoint: Checkpoint  # the target's
     parts: list[Part]
     exit_layers: int  # early exit is behind so many; 0: there is none
     vocabulary: SharedVocabulary | None  # of target and draft model; None where it is the same
@@ -42,7 +43,7 @@ class Models:
 
     @property
     def tokenizer(self) -> Path | None:
-        file = self.checkpoints[0].folder / "tokenizer.json"
+        file = self.folders[0] / "tokenizer.json"
         return file if file.is_file() else None
 
     @property
@@ -64,21 +65,31 @@ class Models:
                 weights += 0 if shared else kv_element(kind) * part.config.hidden * len(part.embedding)
         return weights
 
-    def load(self, device: str, peers: Peers | None, progress: Progress) -> list[Decoder]:
-        """Reads the weights. Raises ModelError."""
-        read, decoders = 0, []
-        total = sum(checkpoint.total_bytes for checkpoint in self.checkpoints)
+    def load(self, device: str, peers: Peers | None, progress: Progress) -> tuple[list[Decoder], str]:
+        """Reads the weights. A draft model's that cannot be read are left out; returns why, too. Raises ModelError."""
+        checkpoints, fault, read, decoders = [self.checkpoint], "", 0, list[Decoder]()
+        try:
+            for folder in self.folders[1:]:
+                checkpoints.append(self.checkpoint if folder == self.folders[0] else Checkpoint(folder))
+        except ModelError as error:
+            fault = str(error)
+        total = sum(checkpoint.total_bytes for checkpoint in checkpoints)
         for checkpoint, one, part, quantization in zip(
-            self.checkpoints, self.configs, self.parts, self.quantizations, strict=True
+            checkpoints, self.configs, self.parts, self.quantizations, strict=not fault
         ):
             kind = best_kind(device, quantization)
             some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
-            with_peers = peers if part is self.parts[0] else None
-            decoders.append(
-                load_decoder(checkpoint, one, device=device, kind=kind, progress=some, part=part, peers=with_peers)
-            )
+            with_peers = None if decoders else peers
+            try:
+                decoders.append(
+                    load_decoder(checkpoint, one, device=device, kind=kind, progress=some, part=part, peers=with_peers)
+                )
+            except (ModelError, OSError) as error:
+                if not decoders:
+                    raise
+                fault = str(error)
             read += checkpoint.total_bytes
-        return decoders
+        return decoders, fault
 
 
 def models(
@@ -98,18 +109,18 @@ def models(
     config = configs[0]
     if context is not None and not 1 <= context <= config.max_context:
         raise ModelError(f"{path}: context must be from 1 to {config.max_context} tokens, not {context}")
-    checkpoints = [Checkpoint(path) for path in paths]
+    checkpoint = Checkpoint(path)
     exit_layers = config.exit_layers(early_exit_layers) if drafts.kind == "early_exit" else 0
     if exit_layers and place.parallel.devices > 1:  # nobody has all of the first layers and the head: a draft model
-        configs, checkpoints = configs * 2, checkpoints * 2
+        configs, paths = configs * 2, paths * 2
     vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
     table = _trigrams(Path(drafts.path), path, config.vocab_size) if drafts.kind == "trigram" else None
     if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
-        drafts, configs, checkpoints, table = DrafterName("ngram"), configs[:1], checkpoints[:1], None
+        drafts, configs, paths, table = DrafterName("ngram"), configs[:1], paths[:1], None
     drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
     parts, kinds = [part_of(config, place, quantization), *map(part_of, drafters)], [quantization]
     kinds += [of_draft or quantization] * len(drafters)
-    return Models(drafts, kinds, configs, checkpoints, parts, exit_layers, vocabulary, table, judges)
+    return Models(drafts, kinds, configs, paths, checkpoint, parts, exit_layers, vocabulary, table, judges)
 
 
 def plan(

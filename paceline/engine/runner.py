@@ -10,6 +10,7 @@ import gc
 import sys
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -130,7 +131,10 @@ class ModelRunner:
             num_blocks=num_blocks, most_blocks=most_blocks, block_size=block_size, context=context, share=share,
             reserve=reserve, lent=lent, peers=peers,
         )  # fmt: skip
-        decoders = models.load(device, peers, progress)
+        decoders, fault = models.load(device, peers, progress)
+        if fault:
+            info, kinds = replace(info, undrafted=fault), kinds[:1]
+            print(f"{path}: steps go without drafts, for the draft model cannot be loaded: {fault}", file=sys.stderr)
         pages.trim_heap()
         pages.keep_heap()
         blocks = info.most_blocks or info.num_blocks, block_size
@@ -141,6 +145,7 @@ class ModelRunner:
         ]  # fmt: skip
         runner = ModelRunner(decoders[0], caches[0], info, grammars, device, peers)
         runner.caches = caches.copy()
+        runner.drafts = runner.drafts and not fault
         if len(decoders) > 1:
             model = DecoderModel(decoders[1], caches[1], runner._progress, models.vocabulary)
             runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose)

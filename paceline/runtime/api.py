@@ -67,6 +67,7 @@ class Drafted(NamedTuple):
     asked: int = 0  # 0: held back, for it would not pay or there was no room
     drafted: int = 0
     accepted: int = 0
+    off: str = ""  # why nobody could draft
 
 
 @dataclass(frozen=True, slots=True)

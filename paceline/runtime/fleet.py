@@ -111,9 +111,14 @@ class LocalFleet:
         controller = Controller(self._group_config(group) for group in self.groups)
         self.driver = Driver(controller, self._execute, self._notice, time.monotonic, recorder)
         for group in self.groups:
-            group.driver = self.driver
-            if group.state not in ("ready", "cold"):
-                self.driver.post(Lost(group.index))
+            self._attach(group)
+
+    def _attach(self, group: ModelGroup) -> None:
+        """The controller has it."""
+        assert self.driver is not None
+        group.driver = self.driver
+        if group.state not in ("ready", "cold"):  # lost again already, or failed
+            self.driver.post(Lost(group.index, group.state == "failed"))
 
     def _join(self, one: WorkerGroup) -> list[ModelGroup]:
         """Its models, on workers that are yet to be started."""
@@ -134,10 +139,12 @@ class LocalFleet:
         Those finish what they run, and what waits there moves: no request fails. Where there is no `room` for both,
         the others end before, and all that they have moves.
 
-        Raises RuntimeError when one of the new groups cannot be loaded; then nothing changes.
+        Raises RuntimeError when one of the new groups cannot be loaded; then nothing changes. A model that has failed
+        wherever it is may fail again.
         """
         assert self.driver is not None
         async with self._moving:
+            broken = [name for name, hosts in self._hosts.items() if all(group.state == "failed" for group in hosts)]
             old = [self.workers[number] for number in leaving]
             gave = [one for one in old if one.state in ("ready", "restarting") and not one.gone and not room]
             await asyncio.gather(*(workers.make_way() for workers in gave))
@@ -146,7 +153,7 @@ class LocalFleet:
             started = self.workers[numbers[0] :]
             await asyncio.gather(*(workers.start() for workers in started))
             await asyncio.gather(*(group.settled.wait() for group in new))
-            failed = [group for group in new if group.state == "failed"]
+            failed = [group for group in new if group.state == "failed" and group.config.name not in broken]
             if failed:
                 del self.workers[numbers[0] :], self.groups[numbers[1] :]
                 await asyncio.gather(*(workers.stop() for workers in started))
@@ -157,9 +164,7 @@ class LocalFleet:
                 self._fit(group)
                 number = self.driver.controller.add(self._group_config(group))
                 assert number == group.index
-                group.driver = self.driver
-                if group.state not in ("ready", "cold"):  # lost again already
-                    self.driver.post(Lost(group.index))
+                self._attach(group)
                 self._hosts.setdefault(group.config.name, []).append(group)
             await self._retire(old)
 
@@ -289,7 +294,7 @@ class LocalFleet:
         handle = next(self._ids)
         hasher = BlockHasher(f"{model}/{namespace}", group.info.block_size)
         seq = RunningSequence(f"{handle}", handle, tokens, params, sink, group.config.eos_ids, hasher)
-        draft = group.config.max_draft_tokens
+        draft = max(0 if one.undrafted else one.config.max_draft_tokens for one in able)
         if params.max_draft_tokens is not None:
             draft = min(draft, params.max_draft_tokens)
         prefix = () if group.config.one_shot else seq.prefix

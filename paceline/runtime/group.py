@@ -93,6 +93,11 @@ class ModelGroup:
             return "failed"
         return "cold" if self.workers.state == "ready" and not self.resident else self.workers.state
 
+    @property
+    def undrafted(self) -> bool:
+        """Its draft model cannot be had."""
+        return self.info is not None and bool(self.info.undrafted)
+
     def own(self) -> list[RunningSequence]:
         """The sequences that the controller has here, in the order in which they came."""
         if self.driver is None:
@@ -110,28 +115,31 @@ class ModelGroup:
         if self.driver and self.resident:
             self.driver.post(Back(self.index, self.load_s))
 
-    def lost(self) -> None:
-        """Nothing is at the workers any more. A sequence that ran in three that died, and got nowhere, fails."""
+    def lost(self) -> bool:
+        """Nothing is at the workers any more. A sequence that ran in three that died, and got nowhere, is to blame and
+        fails; returns whether there is one."""
         if self.driver is None:  # other groups are still loading: nothing runs yet
-            return
-        running = self._leave()
+            return False
+        running, blamed = self._leave(), False
         for seq in sorted(running, key=lambda seq: seq.handle):
             seq.crashes += 1
             if seq.crashes >= MAX_CRASHES and self.sequences.get(seq.id) is seq:
                 self.fail(seq, "the engine failed on this request more than once")
+                blamed = True
+        return blamed
 
     def failed(self, reason: str, bad_input: bool) -> None:
-        self.reason, self.bad_input = reason, bad_input
-        self._leave()
+        self.reason, self.bad_input, self.resident = reason, bad_input, False
+        self._leave(for_good=True)
         for seq in self.own():  # no other group has taken them
-            self.fail(seq, reason)
+            self.fail(seq, f"model {self.config.name!r} is not available: {reason}")
         self.settled.set()
 
     def advanced(self, batch: int) -> None:
         assert self.driver is not None
         self.driver.post(Advance(self.index, batch))
 
-    def _leave(self) -> set[RunningSequence]:
+    def _leave(self, for_good: bool = False) -> set[RunningSequence]:
         """Gives the controller back what was here; returns the sequences that a worker was computing."""
         flights = list(self._flying.values())
         running = {seq for flight in flights if flight.sent and flight.parts for _, seq in flight.parts[0]}
@@ -139,7 +147,7 @@ class ModelGroup:
         for seq in self.own():
             seq.lose_worker()
         if self.driver:
-            self.driver.post(Lost(self.index))
+            self.driver.post(Lost(self.index, for_good))
             self._land(flights)
         return running
 
@@ -249,7 +257,8 @@ class ModelGroup:
         batch = flight.batch
         if index < batch.num_decodes and self.config.max_draft_tokens and seq.params.max_draft_tokens != 0:
             asked = batch.drafts[index] if batch.drafts else 0
-            flight.drafts.append(Drafted(asked, output.num_draft, output.num_accepted))
+            off = "no_drafter" if self.undrafted else ""
+            flight.drafts.append(Drafted(asked, output.num_draft, output.num_accepted, off))
         if output.prompt_logprobs:
             output = seq.fresh_prompt_logprobs(output, flight.batch.starts[index])
         finish = seq.take(output)

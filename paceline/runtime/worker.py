@@ -26,30 +26,30 @@ BEAT_S = 0.2
 # By how much the system is to prefer others, in its own unit. Where all cores step, the front end, which needs little,
 # else waits for tens of milliseconds until it may answer.
 YIELDS = 10
+TRIES = 4  # to load a model by need, where memory is lacking
+AGAIN_S = 1.0  # after such a failure
 Load = Callable[[Callable[[int, int], None]], Engine]  # gets a progress callback (bytes done, bytes in all)
 
 
-def serve(descriptor: int, loads: Sequence[Load], resident: Sequence[bool] = (), check: bool = True) -> int:
+def serve(descriptor: int, loads: Sequence[Load], resident: Sequence[bool] = (), check: bool = True) -> None:
     """Loads the engines and runs steps for the front end, whose socket is `descriptor`, until told to stop.
 
-    `resident`: which of them stay loaded, all by default; with `check` the others are loaded once, to see whether they
-    can be. Returns the process's exit code: 1 where no engine can be loaded. A front end that is gone ends the worker.
+    `resident`: which of them stay loaded, all by default; with `check` the others are loaded once before, to see
+    whether they can be, one at a time. A front end that is gone ends the worker.
     """
     os.nice(YIELDS)
     channel = WorkerEnd(descriptor)
     loop = Loop(channel, loads)
     threading.Thread(target=beat, args=(channel, loop), daemon=True).start()
-    for model, stays in enumerate(resident or [True] * len(loads)):
-        if stays or check:
+    stays = resident or [True] * len(loads)
+    for model in sorted(range(len(loads)), key=stays.__getitem__):
+        if stays[model] or check:
             loop.load(model)
-        if not stays:
+        if not stays[model]:
             loop.unload(model)
-    if not loop.loaded:
-        return 1
     gc.collect()
     gc.freeze()  # what is loaded stays: collections in the middle of a step need not look at it
     loop.run()
-    return 0
 
 
 class Loop:
@@ -58,11 +58,10 @@ class Loop:
     def __init__(self, channel: WorkerEnd, loads: Sequence[Load]) -> None:
         self.channel, self.loads = channel, loads
         self.engines: dict[int, Engine] = {}  # those that are loaded
-        self.loaded = 0  # ever
         self.stepping: Engine | None = None
 
-    def load(self, model: int) -> None:
-        """Any thread may."""
+    def load(self, model: int, tries: int = 1) -> None:
+        """Any thread may. More than one of `tries` is needed where memory is lacking: others may give some back."""
 
         def progress(done: int, total: int) -> None:
             self.channel.send(messages.encode(Loading(model, done, total)))
@@ -70,13 +69,17 @@ class Loop:
         begin = time.perf_counter()
         try:
             engine = self.loads[model](progress)
-        except (OSError, ValueError, RuntimeError, MemoryError) as error:
-            bad_input = isinstance(error, ValueError | FileNotFoundError)
-            self.channel.send(messages.encode(Failed(model, str(error) or type(error).__name__, bad_input)))
+        except Exception as error:
+            if tries == 1 or not _lacks_memory(error):
+                bad_input = isinstance(error, ValueError | FileNotFoundError)
+                self.channel.send(messages.encode(Failed(model, _told(error), bad_input)))
+                return
         else:
             self.engines[model] = engine
-            self.loaded += 1
             self.channel.send(messages.encode(Ready(model, engine.info, time.perf_counter() - begin)))
+            return
+        time.sleep(AGAIN_S)  # what was loaded of it has gone with the error
+        self.load(model, tries - 1)
 
     def unload(self, model: int) -> None:
         engine = self.engines.pop(model, None)
@@ -91,7 +94,7 @@ class Loop:
                 case GiveBack(model, blocks):
                     self.engines[model].give_back(blocks)
                 case messages.Load(model):
-                    threading.Thread(target=self.load, args=(model,), daemon=True).start()
+                    threading.Thread(target=self.load, args=(model, TRIES), daemon=True).start()
                 case Unload(model):
                     self.unload(model)
                 case Shutdown():
@@ -106,6 +109,18 @@ class Loop:
             self.channel.send(messages.encode(StepDone(model, batch, outputs, forward_s, sample_s, engine.draft_s)))
         elif engine.first:
             self.channel.send(messages.encode(Advanced(model, batch)))
+
+
+def _told(error: Exception) -> str:
+    """What the user reads: of some errors the text alone says nothing."""
+    if isinstance(error, OSError | ValueError | RuntimeError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Torch, and the system, say so in words only."""
+    return isinstance(error, MemoryError) or "memory" in str(error)
 
 
 def beat(channel: WorkerEnd, loop: Loop) -> None:

@@ -10,12 +10,13 @@ from paceline.core.cluster import Parallel
 from paceline.core.work import EngineInfo
 from paceline.runtime import messages
 from paceline.runtime.launch import Launcher, Process
-from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, Step, StepDone, ToWorker
+from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Ready, Step, StepDone, ToWorker, Unload
 
 HANG_S = 1.7  # workers of which one has not moved for so long are killed and started again: seen within 2 s
 LOST_S = 10.0  # and such that owe a step of which none has computed anything for so long
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
-MAX_RESTARTS = 5  # in a row, without a step in between
+MAX_RESTARTS = 5  # in a row, without a step in between, and since a request was to blame
+MOST_RESTARTS = 20  # in a row, whoever is to blame
 NO_ROOM_S = 30.0  # without room for so long: a cluster's other nodes have some in seconds, a new one comes in minutes
 
 
@@ -43,7 +44,7 @@ class Guest(Protocol):
     def loading(self, done: int, total: int) -> None: ...
     def ready(self) -> None: ...
     def failed(self, reason: str, bad_input: bool) -> None: ...
-    def lost(self) -> None: ...
+    def lost(self) -> bool: ...  # whether a request is to blame
     def stepped(self, message: StepDone) -> None: ...
     def advanced(self, batch: int) -> None: ...
 
@@ -62,7 +63,7 @@ class Workers:
         self._failed: set[int] = set()  # models
         self._awaited: set[int] = set()  # models that have to be loaded before any step
         self._present: set[int] = set()  # models that were, since the start
-        self._restarts = 0
+        self._restarts, self._allowed = 0, MAX_RESTARTS
         self._owed, self._asked = 0, 0.0  # steps without an answer; when the last was sent
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -71,7 +72,9 @@ class Workers:
             return
         infos = [guest.info for guest in self.guests]
         blocks = tuple((info.num_blocks, info.most_blocks) if info else None for info in infos)
-        resident, check = tuple(guest.resident for guest in self.guests), self.state == "loading"
+        resident = tuple(guest.resident for guest in self.guests)
+        unseen = any(info is None for model, info in enumerate(infos) if model not in self._failed)
+        check = unseen or not any(resident)  # of workers that load nothing nobody hears when they are there
         self._present.clear()
         self._owed = 0
         self._awaited = {m for m, stays in enumerate(resident) if (stays or check) and m not in self._failed}
@@ -165,13 +168,12 @@ class Workers:
         gone, self._processes = self._processes, []
         self._restarts += 1
         loaded = any(guest.info for guest in self.guests)
-        if not loaded or self._restarts > MAX_RESTARTS:
+        if not loaded or self._restarts > min(self._allowed, MOST_RESTARTS):
             self._fail(f"the worker ended with code {code} {self._restarts} times in a row", gone)
             return
         self.state = "restarting"
-        for model, guest in enumerate(self.guests):
-            if model not in self._failed:
-                guest.lost()
+        if self._tell_lost():
+            self._allowed = self._restarts + MAX_RESTARTS
         self._task(self._start_again(gone))
 
     async def _start_again(self, gone: Sequence[Process]) -> None:
@@ -194,10 +196,12 @@ class Workers:
 
     def _lose(self, reason: str) -> None:
         self.state, self.gone = "restarting", reason
-        for model, guest in enumerate(self.guests):
-            if model not in self._failed:
-                guest.lost()
+        self._tell_lost()
         self.launcher.close()
+
+    def _tell_lost(self) -> bool:
+        """Whether a request is to blame."""
+        return any([guest.lost() for model, guest in enumerate(self.guests) if model not in self._failed])
 
     def give_up(self, reason: str) -> None:
         """They are gone for good, and nobody takes over."""
@@ -218,7 +222,7 @@ class Workers:
             return
         match message:
             case StepDone():
-                self._restarts, self._owed = 0, self._owed - 1
+                self._restarts, self._allowed, self._owed = 0, MAX_RESTARTS, self._owed - 1
                 self.guests[message.model].stepped(message)
             case Advanced(model, batch):
                 self.guests[model].advanced(batch)
@@ -231,18 +235,23 @@ class Workers:
                 if model not in self._failed:
                     self._failed.add(model)
                     self.guests[model].failed(reason, bad_input)
+                self.send(Unload(model))  # others of the group may have it
                 self._awaited.discard(model)
                 self._see_whether_ready()
 
     def _loaded(self, model: int, number: int, info: EngineInfo, load_s: float) -> None:
         infos, guest = self._infos[model], self.guests[model]
+        if model in self._failed:  # at another one
+            self.send(Unload(model))
+            return
         infos[number] = info
-        if len(infos) < self.parallel.devices or model in self._failed:
+        if len(infos) < self.parallel.devices:
             return
         sizes = ("weight_bytes", "kv_bytes", "planned_bytes")
         all_of = [infos[number] for number in range(self.parallel.devices)]
         whole = {size: sum(getattr(one, size) for one in all_of) for size in sizes}
-        guest.info = guest.info or replace(info, **whole, **_lending(all_of))
+        known = guest.info or replace(info, **whole, **_lending(all_of))
+        guest.info = replace(known, undrafted=all_of[0].undrafted)
         infos.clear()
         guest.load_s = load_s
         self._awaited.discard(model)
@@ -254,11 +263,13 @@ class Workers:
 
     def _see_whether_ready(self) -> None:
         """They are when every model that is to be there is loaded by all or has failed."""
-        if self._awaited or self.state in ("ready", "failed"):
+        if self.state in ("failed", "stopped"):
             return
         if len(self._failed) == len(self.guests):
             self.state, gone, self._processes = "failed", self._processes, []
             self._task(_end(gone))
+            return
+        if self._awaited or self.state == "ready":
             return
         self.state = "ready"
         for model in self._present:

@@ -11,7 +11,7 @@ from starlette.types import Receive
 from paceline.core.request import SamplingParams
 from paceline.core.work import SliceOutput
 from paceline.runtime.api import Fleet, Rejected
-from paceline.server.errors import ApiError, from_rejection, model_not_found
+from paceline.server.errors import ApiError, engine_error, from_rejection, model_not_found
 from paceline.server.metrics import Metrics
 from paceline.server.prepare import Caller
 from paceline.server.streaming import watched
@@ -57,7 +57,7 @@ class Input:
     def fail(self, reason: str) -> None:
         """The engine lost this sequence: the whole request is over."""
         self._owner.ended(self, "error")
-        self._owner.fail(ApiError(500, reason or "the engine failed on this request", code="engine_error"))
+        self._owner.fail(engine_error(reason))
 
 
 class Embeddings:

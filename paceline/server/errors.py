@@ -62,6 +62,12 @@ def model_not_found(name: str, known: list[str]) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
+def engine_error(reason: str) -> ApiError:
+    """500: the engine lost a sequence. OpenAI's client would send it again, and it may be what breaks the engine."""
+    message = reason or "the engine failed on this request"
+    return ApiError(500, message, code="engine_error", headers={"x-should-retry": "false"})
+
+
 def from_rejection(error: Rejected) -> ApiError:
     """What a client is told when the fleet does not take its request."""
     if isinstance(error, TooLong):

@@ -14,7 +14,7 @@ from paceline.core.request import NO_SLO, SLO, SamplingParams
 from paceline.core.work import SliceOutput, TokenLogprobs
 from paceline.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from paceline.runtime.api import Fleet, Rejected
-from paceline.server.errors import ApiError, from_rejection, model_not_found
+from paceline.server.errors import ApiError, engine_error, from_rejection, model_not_found
 from paceline.server.metrics import Metrics
 
 LOGGER = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Choice:
         if self.finish_reason is None:
             self.finish_reason = "error"
             self._owner.ended(self)
-            self._owner.fail(ApiError(500, reason or "the engine failed on this request", code="engine_error"))
+            self._owner.fail(engine_error(reason))
 
     def take(self) -> Piece:
         """What is ready to be sent, once."""

@@ -71,7 +71,7 @@ class DraftMetrics:
     """What became of a group's drafts, counted in decodes of sequences that may draft."""
 
     def __init__(self) -> None:
-        self.idle = {"held_back": 0, "nothing_found": 0}  # decodes without a draft
+        self.idle = {"held_back": 0, "nothing_found": 0, "no_drafter": 0}  # decodes without a draft
         self.lengths = Histogram(LENGTHS)  # of drafts
         self.accepted = 0
         self.drafted_at = [0] * MAX_DRAFT_TOKENS  # by place in the draft
@@ -79,7 +79,7 @@ class DraftMetrics:
 
     def add(self, one: Drafted) -> None:
         if not one.drafted:
-            self.idle["nothing_found" if one.asked else "held_back"] += 1
+            self.idle[one.off or ("nothing_found" if one.asked else "held_back")] += 1
             return
         self.lengths.observe(one.drafted)
         self.accepted += one.accepted

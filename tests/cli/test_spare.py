@@ -180,6 +180,18 @@ async def test_where_nothing_can_take_over_the_others_go_on_and_who_waits_is_tol
         assert [group.models for group in one.deployment.placement.groups] == [("a",), ("b",)]
 
 
+async def test_a_model_that_had_failed_before_stops_no_takeover():
+    async with placed() as one:
+        one.fleet.groups[0].failed("no memory", False)
+        one.deployment._start = lambda placement: [worker("a", "c", errors=[["OSError"], [""]])]
+        sinks = one.submit(40, "c")
+        await until(lambda: len(sinks[0].tokens) > 3)
+        one.lose()
+        await check(sinks, 40)
+        await until(lambda: one.said[-1] == "moved: its requests go on")
+        assert one.states() == ["failed", "ready", "ready"]
+
+
 async def test_a_group_that_finds_no_room_is_gone_too_and_with_it_all_that_find_none(monkeypatch):
     monkeypatch.setattr(workers, "NO_ROOM_S", 0.1)
     async with placed(NoOtherDevices()) as one:

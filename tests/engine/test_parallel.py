@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import signal
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
 from paceline.runtime.offline import Offline
 from tests.engine import checkpoints
+from tests.engine.poisoned_worker import POISON, command
 from tests.runtime.test_fleet import Collector, until
 
 # which of the families: every so many of them
@@ -68,13 +71,17 @@ class Preemptions:
     """An observer that counts."""
 
     def __init__(self) -> None:
-        self.count = self.accepted = 0
+        self.count, self.drafts = 0, Counter()
 
     def on_events(self, events) -> None:
         self.count += sum(event.kind == "preempted" for event in events)
 
     def on_step(self, step) -> None:
-        self.accepted += sum(one.accepted for one in step.drafts)
+        self.drafts.update(step.drafts)
+
+    @property
+    def accepted(self) -> int:
+        return sum(one.accepted * count for one, count in self.drafts.items())
 
 
 async def in_group(
@@ -150,6 +157,28 @@ async def test_a_model_that_drafts_with_the_first_worker_changes_nothing(paralle
     assert seen.accepted > 5
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("parallel", "damage"),
+    [(Parallel(), "missing"), pytest.param(Parallel(2, 1), "cut off", marks=pytest.mark.slow)],
+    ids=str,
+)
+async def test_a_draft_model_that_cannot_be_read_leaves_its_target_serving(parallel, damage, tmp_path, capfd):
+    draft = shutil.copytree(BUILTIN / "coder-draft", tmp_path / "draft")
+    weights = draft / "model.safetensors"
+    data = weights.read_bytes()
+    weights.write_bytes(data[:100_000] if damage == "cut off" else data.replace(b"model.norm.", b"model.none."))
+    limits = dict(max_batch_tokens=256, max_batch=16, num_blocks=200)
+    coder = ModelRunner.load(BUILTIN / "coder", **limits)
+    asked = [(prompt, one) for prompt, one in requests(coder.info.vocab_size)[:4] if one.max_draft_tokens]
+    options = WorkerOptions(str(BUILTIN / "coder"), drafter=str(draft), threads=1, **limits)
+    got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
+    assert got["coder"] == alone(coder, asked)
+    assert set(seen.drafts) == {(0, 0, 0, "no_drafter")}
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "steps go without drafts" in line]
+    assert "the draft model cannot be loaded: " in line and damage in line
+
+
 class Embedded(Collector):
     """A sink that keeps an embedding."""
 
@@ -198,6 +227,29 @@ async def test_a_group_that_loses_one_of_its_workers_starts_again_and_streams_go
             assert not set(before) & set(fleet.workers[0].pids)
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
     assert [sink.tokens for sink in sinks] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("parallel", [Parallel(1, 2), Parallel(2, 1)], ids=str)
+async def test_a_request_at_which_a_worker_of_a_group_raises_fails_alone(parallel):
+    limits = dict(max_batch_tokens=64, max_batch=16, num_blocks=200)
+    coder = ModelRunner.load(BUILTIN / "coder", **limits)
+    asked = requests(coder.info.vocab_size)[:2]
+    options = GroupOptions((WorkerOptions(str(BUILTIN / "coder"), threads=1, **limits),), parallel)
+    group = WorkerGroup((ServedModel("coder", max_draft_tokens=3),), lambda seat: command(options, seat), parallel)
+    async with LocalFleet([group], FleetConfig()) as fleet:
+        sinks, bad = [Collector() for _ in asked], Collector()
+        for (prompt, params), sink in zip(asked, sinks, strict=True):
+            fleet.submit("coder", prompt, params, sink)
+        fleet.submit("coder", [5, 6], replace(GREEDY, seed=POISON), bad)
+        await asyncio.gather(*(sink.done.wait() for sink in (bad, *sinks)))
+        assert "more than once" in bad.error and not bad.tokens
+        assert [sink.tokens for sink in sinks] == alone(coder, asked)
+        late = Collector()
+        fleet.submit("coder", *asked[0], late)
+        await late.done.wait()
+        assert late.tokens == sinks[0].tokens
 
 
 @pytest.mark.timeout(60)

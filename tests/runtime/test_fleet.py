@@ -55,7 +55,7 @@ def worker(*names, slots=None, **options) -> WorkerGroup:
     """A worker with toy models, of which it holds so many at a time."""
     names = names or ("toy",)
     served = (ServedModel(name, slots=slots, resident=i < (slots or len(names))) for i, name in enumerate(names))
-    command = ["-m", "tests.runtime.toy_worker", json.dumps({"models": len(names), **options})]
+    command = ["-m", "tests.runtime.toy_worker", json.dumps({"models": len(names), "slots": slots, **options})]
     return WorkerGroup(tuple(served), lambda seat: [*command, json.dumps(asdict(seat))])
 
 
@@ -291,6 +291,31 @@ async def test_only_the_request_that_kills_workers_fails(fault):
         await good.done.wait()
         assert good.tokens == expected([1, 2], 200)
         check_empty(running)
+
+
+async def test_a_group_that_has_nothing_else_to_do_outlives_requests_that_kill_its_workers():
+    async with fleet() as running:
+        for _ in range(2):
+            bad = Collector()
+            running.submit("toy", [CRASH], SamplingParams(max_tokens=5), bad)
+            await bad.done.wait()
+            assert "more than once" in bad.error
+        good = Collector()
+        running.submit("toy", [1, 2], SamplingParams(max_tokens=5), good)
+        await good.done.wait()
+        assert good.tokens == expected([1, 2], 5)
+        check_empty(running)
+
+
+async def test_a_group_whose_workers_die_of_every_request_is_given_up(monkeypatch):
+    monkeypatch.setattr(workers, "MOST_RESTARTS", 4)
+    async with fleet() as running:
+        for reason in ("more than once", "5 times in a row"):
+            bad = Collector()
+            running.submit("toy", [CRASH], SamplingParams(max_tokens=5), bad)
+            await bad.done.wait()
+            assert reason in bad.error
+        assert running.status()[0].state == "failed"
 
 
 async def test_a_poisoned_sequence_fails_alone_and_shares_nothing():

@@ -58,6 +58,24 @@ async def test_what_runs_in_a_group_that_leaves_ends_there_and_what_waits_moves(
         assert kinds == ["moved", "moved", "retired"]
 
 
+@pytest.mark.parametrize("names", ["ab", "b"])
+async def test_a_model_that_had_failed_stops_no_move(names):
+    """It fails again beside one that is served, or with workers of its own, and a move later it is not in the way."""
+    async with LocalFleet([worker("a"), worker("b", refuse="no memory")], FleetConfig(token_budget=16)) as fleet:
+        for old in ([0, 1], [2, 3]):
+            broken = worker(*names, errors=[[""], ["KeyError"]][-len(names) :])
+            await fleet.move([worker("a"), broken], old)
+            assert [(one.name, one.state) for one in fleet.status()] == [("a", "ready"), ("b", "failed")]
+            assert fleet.ready and fleet.status()[1].reason == "KeyError: 'toy'"
+        await fleet.move([worker("a", "b")], [4, 5])
+        sinks = [Collector() for _ in "ab"]
+        for name, sink in zip("ab", sinks, strict=True):
+            fleet.submit(name, [1], SamplingParams(max_tokens=5), sink)
+            await sink.done.wait()
+        assert [sink.tokens for sink in sinks] == [expected([1], 5)] * 2
+        assert len(children()) == 1
+
+
 async def test_a_placement_that_cannot_be_loaded_changes_nothing():
     async with LocalFleet([worker()], FleetConfig(token_budget=16)) as fleet:
         with pytest.raises(RuntimeError, match="no memory"):

@@ -12,9 +12,10 @@ from paceline.batching.residency import PATIENCE_S, STAY_S, gives_way
 from paceline.compiled import plain
 from paceline.controller import Controller, GroupConfig
 from paceline.core.request import Request, SamplingParams
+from paceline.runtime.api import Unavailable
 from paceline.runtime.fleet import FleetConfig, LocalFleet
 from paceline.simulator.driver import FixedOutputs, simulate
-from tests.runtime.test_fleet import Collector, expected, until, worker
+from tests.runtime.test_fleet import Collector, children, expected, until, worker
 
 NAMES = tuple("abcdef")
 
@@ -99,6 +100,62 @@ async def test_a_worker_killed_while_it_loads_has_the_same_models_again():
         async with asyncio.timeout(30):
             await asyncio.gather(*(sink.done.wait() for sink in sinks))
         assert [sink.tokens for sink in sinks] == [expected([3], 4), expected([4], 4)]
+
+
+@pytest.mark.parametrize(("names", "errors"), [("ab", [["KeyError"], [""]]), ("ba", [[""], ["", "KeyError"]])])
+async def test_a_model_that_cannot_be_loaded_takes_no_place_from_the_others(names, errors):
+    """At the start, or when it is asked for."""
+    async with LocalFleet([worker(*names, slots=1, errors=errors)], FleetConfig(token_budget=16)) as fleet:
+        assert fleet.ready
+        if names == "ba":
+            sink = Collector()
+            fleet.submit("a", [1], SamplingParams(max_tokens=4), sink)
+            async with asyncio.timeout(10):
+                await sink.done.wait()
+            assert sink.error == "model 'a' is not available: KeyError: 'toy'"
+        assert {one.name: one.state for one in fleet.status() if one.state == "failed"} == {"a": "failed"}
+        with pytest.raises(Unavailable, match="KeyError: 'toy'"):
+            fleet.submit("a", [1], SamplingParams(max_tokens=4), Collector())
+        for _ in range(2):
+            sink = Collector()
+            fleet.submit("b", [3], SamplingParams(max_tokens=4), sink)
+            async with asyncio.timeout(10):
+                await sink.done.wait()
+            assert sink.tokens == expected([3], 4)
+            os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
+            await until(lambda: fleet.workers[0].state == "restarting")
+            await until(lambda: fleet.workers[0].state == "ready")
+
+
+@pytest.mark.parametrize("failures", [3, 4])
+async def test_a_model_for_which_memory_is_lacking_is_tried_again_a_few_times(failures):
+    errors = [[""], ["", *["MemoryError"] * failures, ""]]
+    async with LocalFleet([worker("a", "b", slots=1, errors=errors)], FleetConfig(token_budget=16)) as fleet:
+        sink = Collector()
+        fleet.submit("b", [3], SamplingParams(max_tokens=4), sink)
+        async with asyncio.timeout(10):
+            await sink.done.wait()
+        assert sink.tokens == expected([3], 4) if failures == 3 else "MemoryError" in sink.error
+
+
+async def test_a_worker_killed_before_it_has_seen_all_models_sees_them_again():
+    fleet = LocalFleet([worker("a", "b", slots=1, load_s=0.2)], FleetConfig())
+    starting = asyncio.create_task(fleet.start())
+    await until(lambda: fleet.groups[1].info)
+    os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
+    async with asyncio.timeout(20):
+        await starting
+    assert [one.state for one in fleet.status()] == ["ready", "cold"]
+    await fleet.stop()
+
+
+async def test_workers_whose_last_model_fails_end():
+    async with LocalFleet([worker("a", "b", slots=1, errors=[["OSError"], ["", "OSError"]])], FleetConfig()) as fleet:
+        sink = Collector()
+        fleet.submit("b", [3], SamplingParams(max_tokens=4), sink)
+        await sink.done.wait()
+        assert sink.error and [one.state for one in fleet.status()] == ["failed"] * 2
+        await until(lambda: not children())
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,17 @@ CRASH ends the process, RAISE ends it by an exception, POISON fails the sequence
 a step computed of which nobody hears.
 """
 
+import builtins
 import json
 import os
 import sys
 import time
 import zlib
 from dataclasses import replace
+from functools import partial
 
 from paceline.core.work import EngineInfo, SliceOutput
-from paceline.runtime.worker import serve
+from paceline.runtime import worker
 
 CRASH, POISON, HANG, CRASH_ONCE, RAISE, LOSE_ONCE = range(901, 907)
 VOCAB = 900
@@ -51,9 +53,6 @@ class ToyEngine:
         for block in blocks:
             self.cache[block] = [-1] * self.info.block_size
 
-    def release(self) -> None:
-        self.cache.clear()
-
     def slice(self, work) -> SliceOutput:
         tokens, table = self.tokens[work.id], self.tables[work.id]
         table[work.first_block :] = work.blocks
@@ -86,19 +85,31 @@ class ToyEngine:
             time.sleep(3600)
 
 
-def loads(models: int = 1, load_s: float = 0.0, refuse: str = "", **options) -> list:
-    """As many engines alike; loading one takes so many seconds, or fails for that reason."""
+def loads(models: int = 1, load_s: float = 0.0, refuse: str = "", errors=(), slots=None, **options) -> list:
+    """As many engines alike; loading one takes so many seconds, or fails for that reason.
 
-    def load(progress):
+    `errors`: by model, names of the exceptions that loading it for the first, second, ... and each further time
+    raises, none where empty; `slots`: engines that there may be at a time.
+    """
+    there: set[ToyEngine] = set()
+
+    def load(errors, progress):
         if refuse:
             raise ValueError(refuse)
+        if name := errors.pop(0) if len(errors) > 1 else errors[0]:
+            raise getattr(builtins, name)("toy")
+        assert slots is None or len(there) < slots, "there is no place for it"
         progress(1, 1)
         time.sleep(load_s)
-        return ToyEngine(**options)
+        engine = ToyEngine(**options)
+        engine.release = lambda: there.remove(engine)
+        there.add(engine)
+        return engine
 
-    return [load] * models
+    return [partial(load, list(errors[model]) if errors else [""]) for model in range(models)]
 
 
 if __name__ == "__main__":
     seat = json.loads(sys.argv[2])
-    sys.exit(serve(int(sys.argv[3]), loads(**json.loads(sys.argv[1])), seat["resident"], seat["check"]))
+    worker.AGAIN_S = 0.01
+    worker.serve(int(sys.argv[3]), loads(**json.loads(sys.argv[1])), seat["resident"], seat["check"])

@@ -156,6 +156,7 @@ async def test_a_fault_of_one_input_is_the_requests(server: Server) -> None:
     server.fleet.fail_after = 0
     answer = await server.client.post(PATH, json={"model": "mini", "input": ["cat", "dog"]})
     assert answer.status_code == 500 and check_envelope(answer.json())["message"] == "the worker is gone"
+    assert answer.headers["x-should-retry"] == "false"
 
 
 async def test_a_full_queue_refuses_the_request_but_not_the_rest_of_one_that_it_took(server: Server) -> None:

@@ -118,7 +118,7 @@ def test_predictions_are_compared_with_what_steps_took() -> None:
 @pytest.mark.parametrize("vllm", [False, True])
 def test_drafts(vllm: bool) -> None:
     metrics = observed()
-    drafts = [Drafted(4, 4, 2), Drafted(4, 2, 2), Drafted(4, 0, 0), Drafted(), Drafted()]
+    drafts = [Drafted(4, 4, 2), Drafted(4, 2, 2), Drafted(4, 0, 0), Drafted(), Drafted(), Drafted(off="no_drafter")]
     metrics.on_step(StepRecord(0, 2.0, 9, 5, 0, 0.1, 0.01, 0.001, 0.002, 0.003, draft_s=0.04, drafts=drafts))
     found = samples(exposition(metrics, LOAD, vllm).decode())
     name = ("vllm:" if vllm else "paceline_") + "spec_decode_"
@@ -130,5 +130,6 @@ def test_drafts(vllm: bool) -> None:
     assert places == [2, 2, 0, 0]
     assert found[f"{name}idle_total{{group=0}}{{reason=held_back}}"] == 2
     assert found[f"{name}idle_total{{group=0}}{{reason=nothing_found}}"] == 1
+    assert found[f"{name}idle_total{{group=0}}{{reason=no_drafter}}"] == 1
     assert found[f"{name}draft_length_bucket{{group=0}}{{le=2.0}}"] == 1
     assert found["paceline_step_seconds_total{group=0}{part=draft}"] == pytest.approx(0.04)

@@ -129,6 +129,16 @@ def test_an_error_under_way_is_raised(client: openai.OpenAI, server: Server) -> 
         server.fleet.fail_after = None
 
 
+def test_what_the_engine_failed_on_is_not_sent_again(client: openai.OpenAI, server: Server) -> None:
+    server.fleet.fail_after, before = 0, len(server.fleet.submitted)
+    try:
+        with pytest.raises(openai.InternalServerError, match="the worker is gone"):
+            client.completions.create(model="tiny", prompt="a")
+    finally:
+        server.fleet.fail_after = None
+    assert len(server.fleet.submitted) == before + 1
+
+
 def test_closing_a_stream_cancels(client: openai.OpenAI, server: Server) -> None:
     server.fleet.step_s = 0.02
     try:
