@@ -125,7 +125,7 @@ class Scheduler:
     ) -> None:
         self.config, self.policy, self.pipeline = config, policy, pipeline
         self.lookahead = lookahead
-        self.pace = Pace(predict) if predict else None
+        self.pace = Pace(predict, budget.margin if budget else 0.0) if predict else None
         self.state = make_state(config, policy, pipeline, budget, lookahead is not None)
         self.handle = Handle(STATE, self.state)
         self.flying: dict[int, Batch] = {}  # by the batch's number
@@ -281,6 +281,7 @@ class Scheduler:
                 pace.rest(idle)
                 self._rested = now
             factors[PACE], factors[WIDE], factors[BESIDE] = pace.factor, pace.wide, pace.beside
+            factors[MARGIN] = pace.margin
 
     def _predicted(self, shape: StepShape, spent: float | None) -> float | None:
         """Seconds of the step, if all is drafted that may be, which takes `spent`; None: nothing is drafted."""

@@ -209,8 +209,9 @@ def test_what_steps_take_beside_the_engine_counts():
         result = StepResult(bytearray(b"\1"), finished=[(0, "length")], seconds=took)
         now += took + (1.0 if turn == 20 else 0.004)  # once the process stood still
         controller.turn([Complete(0, batch.id, result)], now)
-    expected = controller.groups[0].scheduler.first_token(request, now)
-    assert expected / 1.05 == pytest.approx(took + 0.004, rel=0.01)
+    scheduler = controller.groups[0].scheduler
+    expected = scheduler.first_token(request, now) / (1 + scheduler.pace.margin)
+    assert expected == pytest.approx(took + 0.004, rel=0.01)
 
 
 def test_nobody_is_refused_for_ever_because_the_machine_was_slow_once():
