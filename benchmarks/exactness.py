@@ -1,8 +1,9 @@
 """Speculation against the target alone: the joint law of three tokens, 1e6 samples a case, and 1,000 seeded requests.
 
-A law is that of a tiny model through the whole engine, with chunked prefill and preemption now and then; how many
-standard deviations the chi-square test is off (3.7 is exceeded once in 10,000 times). `seeded`: mixed requests that
-name their seed, tokens compared one by one with those of a run without drafts.
+A law is that of a tiny model through the whole engine; how many standard deviations the chi-square test is off (3.7 is
+exceeded once in 10,000 times). Steps are wide, or (`disturbed`) so narrow that prompts come in parts, with a sequence
+preempted before every second of them: how many samples that happened to is counted, and must be a tenth or more.
+`seeded`: mixed requests that name their seed, tokens compared one by one with those of a run without drafts.
 """
 
 import os
@@ -29,9 +30,6 @@ from tests.engine.schedules import forced
 
 SAMPLES = int(os.environ.get("SAMPLES", 1_000_000))
 PART = 20_000  # samples at a time
-BATCH, BUDGET = 200, 3000  # wide enough that decodes have room for five drafted tokens each while prompts wait
-PROMPT = [1, 5, 2, 4, 3, 0, 5, 5, 2, 1, 4, 3]
-REPETITIVE = [1, 5, 2, 4, 1, 5, 2, 4, 1, 5, 2, 4]  # something to look up
 PENALTIES = dict(repetition_penalty=1.4, frequency_penalty=0.5, presence_penalty=0.3, min_tokens=4, stop_token_ids=(3,))
 LAWS: dict[str, dict] = {
     "K=0": dict(draft=0),
@@ -42,23 +40,29 @@ LAWS: dict[str, dict] = {
     "top-p, K=4": dict(draft=4, top_p=0.8),
     "min-p, K=3": dict(draft=3, min_p=0.1, temperature=1.3),
     "penalties and bias, K=4": dict(draft=4, logit_bias=((2, 1.5), (4, -1.0)), **PENALTIES),
-    "n-gram, K=4": dict(draft=4, drafter="ngram", prompt=REPETITIVE),
-    "early exit, K=3": dict(draft=3, drafter="early_exit"),
+    "n-gram, K=4": dict(draft=4, drafter="ngram", prompt=law.REPETITIVE),
+    "early exit, K=3": dict(draft=3, drafter="early_exit", seed=2),
     "trigram, K=4": dict(draft=4, drafter="trigram"),
     "another vocabulary, K=3": dict(draft=3, letters="dxcayb"),
     "coupled, K=3": dict(draft=3, seeded=True),
+    "disturbed, K=3": dict(draft=3, **law.NARROW),
+    "disturbed, token level, K=5": dict(draft=5, by_block=False, **law.NARROW),
+    "disturbed, penalties and bias, K=2": dict(draft=2, logit_bias=((2, 1.5), (4, -1.0)), **PENALTIES, **law.NARROW),
+    "disturbed, n-gram, K=4": dict(draft=4, drafter="ngram", prompt=law.REPETITIVE, **law.NARROW),
+    "disturbed, early exit, K=3": dict(draft=3, drafter="early_exit", seed=2, **law.NARROW),
+    "disturbed, another vocabulary, K=3": dict(draft=3, letters="dxcayb", **law.NARROW),
 }
-
-
 CASES = [*LAWS, "seeded"]
 
 
 def run(case: str) -> dict:
     if case == "seeded":
         return seeded()
-    sigmas, accepted, seconds = _laws()[case].result()
-    assert abs(sigmas) < 3.7, f"{case}: {sigmas}"
-    return {"samples": SAMPLES, "sigmas": round(sigmas, 2), "accepted": accepted, "seconds": round(seconds)}
+    found = _laws()[case].result()
+    assert abs(found["sigmas"]) < 3.7, f"{case}: {found}"
+    if case.startswith("disturbed"):
+        assert min(found["in parts"], found["preempted"]) > law.DISTURBED * SAMPLES, f"{case}: {found}"
+    return {"samples": SAMPLES, **found}
 
 
 @cache
@@ -74,41 +78,20 @@ def _laws() -> dict[str, Future]:
     return laws
 
 
-def one_law(
-    name: str, draft: int, drafter: str = "", letters: str = "", by_block: bool = True, seeded: bool = False,
-    prompt: list[int] = PROMPT, **changes: object,
-) -> tuple[float, int, float]:  # fmt: skip
-    """Standard deviations that the samples are off by, how many drafted tokens stayed, and seconds."""
+def one_law(name: str, **case: object) -> dict:
+    """Standard deviations that the samples are off by, how many drafted tokens stayed, samples whose prompts came in
+    parts and that were preempted, and seconds."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        target, other = Path(folder) / "target", Path(folder) / "draft"
-        model = law.tiny(target, 6, seed=1)
-        law.tiny(other, 6, seed=1, layers=1)
-        if letters or drafter == "trigram":
-            law.words(target, "abcdef")
-            law.words(other, letters or "abcdef")
-        if drafter == "trigram":
-            text = Path(folder) / "text"
-            text.write_text(" ".join("abcdef"[i] for i in REPETITIVE + PROMPT))
-            drafter = f"trigram:{text}"
-        runner = ModelRunner.load(
-            target, max_batch_tokens=BUDGET, max_batch=BATCH, num_blocks=1000, threads=1, drafter=drafter or str(other)
-        )
-    runner.by_block = by_block
-    most = max(4, draft + 2)  # as few as let the first round after the prompt's draft them all
-    base = SamplingParams(max_tokens=most, seeded=seeded, max_draft_tokens=draft, **changes)
-    limits, samples, accepted = SchedulerConfig(token_budget=BUDGET, max_batch=BATCH, num_blocks=1000), [], []
+        samples = law.Samples(Path(folder), **case)
     for begin in range(0, SAMPLES, PART):
-        params = [replace(base, seed=begin + i) for i in range(min(PART, SAMPLES - begin))]
-        offline = Offline(runner, GroupConfig(scheduler=limits))
-        forced(11)(offline.controller.groups[0].scheduler)
-        offline.on_step = lambda batch, outputs, *_: accepted.append(sum(one.num_accepted for one in outputs))
-        outputs = offline.generate([prompt] * len(params), params)
-        samples += [tuple(one.tokens[law.DRAFTED]) for one in outputs]
+        samples.draw(range(begin, min(begin + PART, SAMPLES)))
         if begin * 10 // SAMPLES != (begin + PART) * 10 // SAMPLES:
-            print(f"  {name}: {len(samples)} samples in {time.monotonic() - started:.0f} s", flush=True)
-    sigmas = law.surprise(samples, law.drafted_law(model, prompt, base))
-    return sigmas, sum(accepted), time.monotonic() - started
+            print(f"  {name}: {len(samples.tokens)} samples in {time.monotonic() - started:.0f} s", flush=True)
+    return {
+        "sigmas": round(samples.off(), 2), "accepted": samples.accepted, "in parts": samples.cut,
+        "preempted": samples.preempted, "seconds": round(time.monotonic() - started),
+    }  # fmt: skip
 
 
 def seeded(requests: int = 1000) -> dict:

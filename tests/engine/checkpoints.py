@@ -1,6 +1,8 @@
 """Small random checkpoints of every family, written by `transformers`: what the engine is held against."""
 
 import functools
+import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -110,3 +112,14 @@ def reference_greedy(model: PreTrainedModel, prompt: list[int], count: int) -> l
         cache, tokens = result.past_key_values, result.logits[:, -1].argmax(-1, keepdim=True)
         out.append(int(tokens))
     return out
+
+
+def fewer_tokens(path: Path, copy: Path, count: int) -> Path:
+    """A copy of a checkpoint whose tokenizer knows the first so many tokens alone."""
+    shutil.copytree(path, copy)
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i < count}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return copy

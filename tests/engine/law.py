@@ -5,7 +5,8 @@ The parameters are applied here once more, token by token in plain Python, to lo
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,10 +15,22 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from paceline.batching.config import SchedulerConfig
+from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
+from paceline.engine.runner import ModelRunner
+from paceline.runtime.offline import Offline
 from tests.engine.checkpoints import reference_logits
+from tests.engine.schedules import Disturbed, forced
 
 Context = tuple[int, ...]
+BATCH, NUM_BLOCKS = 200, 1000
+WIDE = 3000  # a budget of which decodes have room for five drafted tokens each while prompts wait
+NARROW = dict(budget=40, every=2)  # cuts prompts, and preempts those that decode
+DISTURBED = 0.1  # at least this share of the samples of narrow steps, each way
+PROMPT = [1, 5, 2, 4, 3, 0, 5, 5, 2, 1, 4, 3]
+REPETITIVE = [1, 5, 2, 4, 1, 5, 2, 4, 1, 5, 2, 4]  # something to look up
+DRAFTED = slice(1, 4)  # of the answer: the first token comes with the prompt's last chunk
 
 
 def tiny(path: Path, vocabulary: int, seed: int, layers: int = 2) -> LlamaForCausalLM:
@@ -44,6 +57,57 @@ def words(path: Path, tokens: str) -> Path:
     return path
 
 
+class Samples:
+    """What a tiny model generates through the whole engine, and how often its sequences were disturbed meanwhile."""
+
+    def __init__(
+        self, folder: Path, draft: int, drafter: str = "", letters: str = "", by_block: bool = True,
+        seeded: bool = False, prompt: Sequence[int] = PROMPT, seed: int = 1, budget: int = WIDE, every: int = 11,
+        **changes: object,
+    ) -> None:  # fmt: skip
+        """A target of six tokens, and what drafts for it: its first layer as a model, of which tokens have these
+        `letters` (the target's are abcdef), or a drafter. Before every so many steps a sequence is preempted."""
+        target, model, text = folder / "target", folder / "draft", folder / "text"
+        self.model = tiny(target, 6, seed)
+        words(target, "abcdef")
+        tiny(model, 6, seed, layers=1)
+        words(model, letters or "abcdef")
+        text.write_text(" ".join("abcdef"[token] for token in [*REPETITIVE, *PROMPT]))
+        self.runner = ModelRunner.load(
+            target, drafter={"": str(model), "trigram": f"trigram:{text}"}.get(drafter, drafter), threads=1,
+            max_batch_tokens=WIDE, max_batch=BATCH, num_blocks=NUM_BLOCKS,
+        )  # fmt: skip
+        self.runner.by_block = by_block
+        most = max(DRAFTED.stop, draft + 2)  # as few as let the first round after the prompt's draft them all
+        self.params = SamplingParams(max_tokens=most, seeded=seeded, max_draft_tokens=draft, **changes)
+        self.prompt, self.budget, self.every = prompt, budget, every
+        self.tokens: list[Context] = []  # those that can be drafted
+        self.accepted = self.cut = self.preempted = 0
+
+    def draw(self, seeds: Iterable[int]) -> "Samples":
+        limits = SchedulerConfig(token_budget=self.budget, max_batch=BATCH, num_blocks=NUM_BLOCKS)
+        params = [replace(self.params, seed=seed) for seed in seeds]
+        offline, disturbed = Offline(self.runner, GroupConfig(scheduler=limits)), Disturbed()
+        forced(self.every)(offline.controller.groups[0].scheduler)
+
+        def count(batch, outputs, *_):
+            disturbed(batch)
+            self.accepted += sum(output.num_accepted for output in outputs)
+
+        offline.on_step = count
+        self.tokens += [tuple(one.tokens[DRAFTED]) for one in offline.generate([self.prompt] * len(params), params)]
+        self.cut += disturbed.cut
+        self.preempted += disturbed.preempted
+        return self
+
+    def off(self, length: int = 3) -> float:
+        """Standard deviations by which the joint law of so many drafted tokens is off."""
+        expected = Counter[Context]()
+        for context, share in law(self.model, self.prompt, self.params, DRAFTED.start + length).items():
+            expected[context[DRAFTED]] += share
+        return surprise([tokens[:length] for tokens in self.tokens], expected)
+
+
 def law(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams, length: int) -> dict[Context, float]:
     """The probabilities of the first `length` tokens behind the prompt, those that can happen."""
     found: dict[Context, float] = {(): 1.0}
@@ -56,17 +120,6 @@ def law(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams, 
                     longer[(*context, token)] = mass * share
         found = longer
     return found
-
-
-def drafted_law(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams) -> dict[Context, float]:
-    """Of tokens 2 to 4: the first comes with the prompt's last chunk, so these are the first that can be drafted."""
-    found: Counter[Context] = Counter()
-    for context, share in law(model, prompt, params, 4).items():
-        found[context[1:]] += share
-    return found
-
-
-DRAFTED = slice(1, 4)
 
 
 def probabilities(

@@ -15,14 +15,14 @@ _preempt = entry(VOID, STATE, I64)(moves.preempt)
 
 
 def forced(every: int) -> Schedule:
-    """Now and then the latest sequence is preempted for no reason."""
+    """Now and then a sequence is preempted for no reason: the latest, or another one, in turn."""
 
     def change(scheduler: Scheduler) -> None:
         steps, compose = count(1), scheduler.compose
 
         def step(group: int, now: float) -> Batch | None:
-            if not scheduler.flying and next(steps) % every == 0 and scheduler.running:
-                sequence = scheduler.running[-1]
+            if not scheduler.flying and (number := next(steps)) % every == 0 and (running := scheduler.running):
+                sequence = running[-(number // every) % len(running)]
                 _preempt(scheduler.handle, sequence.slot)
                 scheduler.preempted.append(sequence)
             return compose(group, now)
@@ -30,6 +30,26 @@ def forced(every: int) -> Schedule:
         scheduler.compose = step
 
     return change
+
+
+class Disturbed:
+    """Counts sequences, over all steps that it is shown: whose prompts came in parts, and who lost their blocks when
+    they had generated something."""
+
+    def __init__(self) -> None:
+        self._cut, self._preempted = set[str](), set[str]()
+
+    def __call__(self, batch: Batch) -> None:
+        self._cut.update(request for request, emits in zip(batch.requests, batch.emits, strict=True) if not emits)
+        self._preempted.update(sequence.id for sequence in batch.preempted if sequence.generated)
+
+    @property
+    def cut(self) -> int:
+        return len(self._cut)
+
+    @property
+    def preempted(self) -> int:
+        return len(self._preempted)
 
 
 def off_and_on(every: int) -> Schedule:

@@ -12,12 +12,16 @@ from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
+from paceline.engine import sampler
 from paceline.engine.config import ModelConfig
 from paceline.engine.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars, schema_error
 from paceline.engine.runner import ModelRunner
 from paceline.engine.sampler import SamplingState, sample
 from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.offline import Offline
+from tests.engine import checkpoints
+from tests.engine.schedules import forced
+from tests.engine.test_law import blind
 
 CODER = BUILTIN / "coder"
 EOS = ModelConfig.load(CODER).eos_ids
@@ -55,15 +59,23 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(CODER)
 
 
-@pytest.fixture(scope="module", params=["ngram", "coder-draft", "early_exit"])
-def runner(request: pytest.FixtureRequest) -> ModelRunner:
-    drafter = str(BUILTIN / request.param) if request.param == "coder-draft" else request.param
+@pytest.fixture(scope="module", params=["ngram", "coder-draft", "early_exit", "trigram", "fewer tokens"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    drafter = {
+        "coder-draft": lambda: str(BUILTIN / "coder-draft"),
+        "trigram": lambda: f"trigram:{BUILTIN / 'coder' / 'config.json'}",
+        "fewer tokens": lambda: str(
+            checkpoints.fewer_tokens(BUILTIN / "coder-draft", tmp_path_factory.mktemp("draft") / "fewer", 1700)
+        ),
+    }.get(request.param, lambda: request.param)()
     return ModelRunner.load(CODER, max_batch_tokens=256, max_batch=16, num_blocks=200, drafter=drafter)
 
 
-def generate(runner: ModelRunner, tokenizer: Tokenizer, params: list[SamplingParams]) -> list[object]:
-    """Texts, or errors."""
+def generate(runner: ModelRunner, tokenizer: Tokenizer, params: list[SamplingParams], every: int = 0) -> list[object]:
+    """Texts, or errors. Before every so many steps a sequence is preempted."""
     offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(max_batch=16, num_blocks=200)), EOS)
+    if every:
+        forced(every)(offline.controller.groups[0].scheduler)
     prompt = tokenizer.encode(PROMPT, add_special_tokens=False)
     outputs = offline.generate([prompt] * len(params), params)
     return [output.error or (tokenizer.decode(output.tokens, True), output.finish) for output in outputs]
@@ -85,8 +97,22 @@ def test_answers_are_json_of_the_schema(runner, tokenizer, draft, changes):
 def test_drafts_change_no_answer(runner, tokenizer):
     alone = generate(runner, tokenizer, asked(max_draft_tokens=0))
     assert len(set(alone)) > 4 and all(follows(json.loads(text)) for text, _ in alone)
-    for draft in (1, 5):
-        assert generate(runner, tokenizer, asked(max_draft_tokens=draft)) == alone
+    for draft, every in ((1, 0), (5, 0), (5, 3)):
+        assert generate(runner, tokenizer, asked(max_draft_tokens=draft), every) == alone
+
+
+def test_preemption_leaves_no_answer_outside_the_schema(runner, tokenizer):
+    for text, finish in generate(runner, tokenizer, asked(seeded=False, max_draft_tokens=5), every=3):
+        assert finish == "stop" and follows(json.loads(text)), text
+
+
+def test_a_grammar_that_does_not_see_the_draft_shows(tokenizer, monkeypatch):
+    runner = ModelRunner.load(
+        CODER, max_batch_tokens=256, max_batch=16, num_blocks=200, drafter=str(BUILTIN / "coder-draft")
+    )
+    monkeypatch.setattr(sampler, "along", blind)
+    answers = generate(runner, tokenizer, asked(seeded=False, max_draft_tokens=5))
+    assert any(isinstance(answer, str) for answer in answers), "errors: tokens that the grammar does not allow"
 
 
 def test_a_complete_answer_ends_even_before_min_tokens(runner, tokenizer):

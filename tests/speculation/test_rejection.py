@@ -105,6 +105,12 @@ def always_accepted(*args: object) -> tuple[list[float], list[float]]:
     return [1.0] * len(accept), weights
 
 
+def refused_without_mass(*args: object) -> tuple[list[float], list[float]]:
+    """Where nothing is above the draft, not even a token passes that the target likes as much."""
+    accept, weights = rejection.acceptance(*args)
+    return [p * (p < 1) for p in accept], weights
+
+
 def without_weights(*args: object) -> tuple[list[float], list[float]]:
     accept, weights = rejection.acceptance(*args)
     return accept, [1.0] * len(weights)
@@ -159,7 +165,7 @@ def test_a_mistake_at_token_level_shows(mistake: str) -> None:
     assert error(False, **MISTAKES[mistake]) > 1e-4
 
 
-@pytest.mark.parametrize("mistake", [*list(MISTAKES)[:5], *BLOCK_MISTAKES])
+@pytest.mark.parametrize("mistake", [*list(MISTAKES)[:6], *BLOCK_MISTAKES])
 def test_a_mistake_in_a_block_shows(mistake: str) -> None:
     assert error(True, **(MISTAKES | BLOCK_MISTAKES)[mistake]) > 1e-4
 
@@ -174,7 +180,7 @@ def test_one_uniform_for_all_shows_only_behind_the_first_token() -> None:
 # Noise: `verify` itself, by statistics
 
 
-def emitted(block: bool, reuse: str = "", samples: int = 200_000) -> float:
+def emitted(block: bool, mistake: str = "", samples: int = 200_000) -> float:
     """Chi-square over its degrees of freedom, of the first two tokens of `samples` verifications of two drafts."""
     target, draft = models(4)
     generator = torch.Generator().manual_seed(11)
@@ -192,7 +198,10 @@ def emitted(block: bool, reuse: str = "", samples: int = 200_000) -> float:
     rows = torch.stack([logs(target), logs(target, first), logs(target, first, second)], 1).flatten(0, 1)
     drafts = torch.stack([logs(draft), logs(draft, first)], 1).flatten(0, 1)
     uniforms = torch.rand(samples, 2, generator=generator, dtype=torch.float64)
-    last_noise = first_noise if reuse == "draft" else noise()
+    last_noise = first_noise if mistake == "the draft's noise" else noise()
+    if mistake == "accepted by coupling":  # with the noise that the target would have, and resampled as after a refusal
+        ours = [(logs(target) + first_noise).argmax(1), (logs(target, first) + second_noise).argmax(1)]
+        uniforms = torch.stack([ours[0] != first, ours[1] != second], 1).double()
     verdicts = rejection.verify(
         rejection.LogProbs(rows, drafts), torch.stack([first, second], 1).flatten().tolist(), [2] * samples,
         uniforms.flatten().tolist(), lambda weights: (weights + last_noise).argmax(1).tolist(), block,
@@ -212,8 +221,9 @@ def test_what_is_emitted_follows_the_target(block: bool) -> None:
     assert emitted(block) < 3  # 15 degrees of freedom: exceeded once in 10,000 times
 
 
-def test_the_drafts_noise_for_the_last_token_shows() -> None:
-    assert emitted(False, reuse="draft") > 10
+@pytest.mark.parametrize("mistake", ["the draft's noise", "accepted by coupling"])
+def test_noise_that_is_shared_shows(mistake: str) -> None:
+    assert emitted(False, mistake) > 10
 
 
 def test_without_a_draft_the_token_is_the_targets() -> None:
@@ -226,8 +236,34 @@ def test_without_a_draft_the_token_is_the_targets() -> None:
 @pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
 def test_a_difference_without_mass_stands_for_the_target(block: bool) -> None:
     """Equal up to rounding: a refusal that should not happen does not leave a request without a distribution."""
-    target = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
-    pair = rejection.LogProbs(target, target[:1])
+    assert torch.equal(behind_a_refusal(rejection.LogProbs, block), EQUAL[:1])
+    assert not torch.equal(behind_a_refusal(WhateverIsAbove, block), EQUAL[:1])
+
+
+EQUAL = torch.tensor([[0.25, 0.75], [0.5, 0.5]]).log()
+
+
+class WhateverIsAbove(rejection.LogProbs):
+    """The mistake: what is above the draft is drawn from, even if it has no mass."""
+
+    def last(self, rows: list[int], cut: list[rejection.Cut]) -> Tensor:
+        last = self.target[list(rows)]
+        for place, draft, weight in cut:
+            last[place] = self._above(last[place : place + 1], [draft], [weight]).log()
+        return last
+
+
+def behind_a_refusal(pair_of: type[rejection.LogProbs], block: bool) -> Tensor:
+    pair = pair_of(EQUAL, EQUAL[:1])
     _, weights = rejection.acceptance(pair, [1], [1], block)
-    last = rejection.last_log_weights(pair, weights, [1], [0])
-    assert torch.equal(last, target[:1])
+    return rejection.last_log_weights(pair, weights, [1], [0])
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+def test_a_draft_that_is_the_target_is_never_refused(block: bool) -> None:
+    """What is above it has no mass, so whoever refuses has nothing to draw from."""
+    target, _ = models()
+    requests = [((), tokens) for tokens in product(range(3), repeat=3)]
+    for acceptance, right in ((rejection.acceptance, True), (refused_without_mass, False)):
+        outcomes = oracle.outcomes(requests, target, target, block, acceptance)
+        assert all(accept == [1.0] * 3 for accept, _ in outcomes) is right

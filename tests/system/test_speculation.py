@@ -1,5 +1,6 @@
 """The real client against a server that drafts: the same answers as without, in fewer steps."""
 
+import json
 import re
 
 import httpx
@@ -49,6 +50,26 @@ def test_drafts_change_no_answer(client, request_):
             assert ours.logprobs.token_logprobs == pytest.approx(alone.logprobs.token_logprobs, abs=1e-5)
     assert drafted.usage.completion_tokens == without.usage.completion_tokens
     assert without.usage.completion_tokens_details is None
+
+
+def test_structured_output_is_drafted(client):
+    schema = {"type": "object", "properties": {"kind": {"enum": ["list", "dict"]}}, "required": ["kind"]}
+    schema["additionalProperties"] = False
+    request = {
+        "model": "coder", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 60, "seed": 3,
+        "logprobs": True, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }  # fmt: skip
+    drafted, alone = (
+        client.chat.completions.create(**request),
+        client.chat.completions.create(**request, extra_body=OFF),
+    )
+    (ours,), (theirs,) = drafted.choices, alone.choices
+    assert (ours.message.content, ours.finish_reason) == (theirs.message.content, theirs.finish_reason)
+    assert json.loads(ours.message.content)["kind"] in ("list", "dict")
+    assert [one.logprob for one in ours.logprobs.content] == pytest.approx(
+        [one.logprob for one in theirs.logprobs.content], abs=1e-5
+    )
+    assert drafted.usage.completion_tokens == alone.usage.completion_tokens
 
 
 def test_usage_says_what_became_of_drafts(client):
