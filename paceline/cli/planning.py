@@ -23,6 +23,7 @@ from paceline.core.cluster import Cluster, Group, Parallel, Placement
 from paceline.core.request import SLO
 from paceline.engine.config import ModelConfig, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
+from paceline.engine.host import device_bytes
 from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
 from paceline.latency.texts import TextTimes
@@ -163,12 +164,11 @@ def planned(
     profile: Path | None,
     threads: int | None = None,
     devices: int | None = None,
-    memory: str | None = None,
+    memory: str | int | None = None,
 ) -> Planned:
-    """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores, or all
-    of them. `devices` and `memory`: instead of the fleet file's. Raises ValueError naming what is missing."""
-    if threads is None and isinstance(fleet.cluster.devices, int):
-        threads = profile_cache.threads_of(fleet.cluster.devices)
+    """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores.
+    `devices` and `memory`: instead of the fleet file's. Raises ValueError naming what is missing."""
+    threads = threads or profile_cache.threads_of(fleet.cluster.count)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
     models = [_model(entry, file, errors, threads) for entry in fleet.models]
@@ -379,13 +379,8 @@ def _from_config(entry: Entry, path: Path, working: int) -> ModelTable:
 
 
 def _cluster(keys: ClusterKeys) -> Cluster:
-    devices = 1 if keys.devices == "auto" else keys.devices
-    if keys.memory == "auto":
-        from paceline.engine.kv_cache import available_bytes
-
-        memory = available_bytes() // devices
-    else:
-        memory = keys.memory if isinstance(keys.memory, int) else parse_bytes(keys.memory)
+    devices = keys.count
+    memory = device_bytes(devices) if keys.memory == "auto" else parse_bytes(str(keys.memory))
     rate = keys.load_bandwidth
     bandwidth = rate if isinstance(rate, int) else parse_bytes(rate, "load_bandwidth")
     return Cluster(devices, memory, keys.devices_per_node, bandwidth)

@@ -30,6 +30,7 @@ from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.cli.spare import Spare
 from paceline.core.request import SLO
+from paceline.engine.host import device_bytes
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.ray_process import RayCluster
 from paceline.runtime.recent import Recent
@@ -106,11 +107,16 @@ def serve(
     if device != "cpu" and replan:
         raise ValueError("replan: is for CPUs; a GPU has no room for a group beside the one that it replaces")
     if profile and not (file and devices):
-        raise ValueError("profile: is to plan with: it goes with a fleet file that has cluster.devices, or --placement")
+        raise ValueError("profile: is to plan with: it goes with a fleet file that has a cluster, or --placement")
     cluster = RayCluster(ray) if ray else None
+    if cluster and file and devices and not places and file.cluster.devices == "auto":
+        devices = cluster.devices(threads)
     threads = threads or (cluster.cores(devices or len(models)) if cluster else threads_of(devices))
     if file and memory is None and file.cluster.memory != "auto":
         memory = str(file.cluster.memory)
+    # of the cluster: a placement may leave devices out
+    size = file.cluster.devices if file and isinstance(file.cluster.devices, int) else devices
+    room = device_bytes(size) if size and not (memory or cluster) and device == "cpu" else None
     limits: Limits = {
         "max_batch_tokens": composer.widest(SchedulerConfig(token_budget=maximum, max_batch=max_batch)),
         "max_batch": max_batch,
@@ -131,20 +137,19 @@ def serve(
     planning = devices is not None and places is None
     measures = planning and profile is None
     models = [paced(model, maximum, token_budget is not None, threads, given, measures) for model in models]
-    size = devices_of(file, None) or devices  # of the cluster: a placement may leave devices out
-    known = planned(file, profile, threads, size) if file and (planning or profile) else None
+    known = planned(file, profile, threads, size, memory or room) if file and (planning or profile) else None
     if planning and file and known:
         with console.status("planning"):
             places = plan(file, known)
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
-    groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None)
+    groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None, room=room)
     started = groups(places)
     if cluster and threads:
         started = on_cluster(started, cluster, threads, file, device == "cuda")
     options = {
         "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
-        "memory": known and known.cluster.memory, "cluster": cluster,
+        "memory": known.cluster.memory if known else limits["memory"] or room, "cluster": cluster,
     }  # fmt: skip
     beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

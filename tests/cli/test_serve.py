@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from paceline.cli import profile_cache
+from paceline.cli.groups import OVERHEAD
 from paceline.cli.sources import BUILTIN
 from paceline.core.record import load
+from paceline.engine.host import MARGIN
 from tests.cli.command import paceline
 from tests.cli.test_profile import PROFILE
 from tests.system.server import Server
@@ -37,6 +39,45 @@ def test_a_goal_is_kept_by_the_profile(tmp_path):
     with log.open() as lines:
         steps = sum(type(item).__name__ == "Complete" for _, inputs in load(lines) for item in inputs)
     assert steps == 6  # chunks of 64, 64 and 22 tokens as nobody decodes, then three decodes
+
+
+FLEET = "models:\n  - {name: a, source: builtin:coder}\n  - {name: b, source: builtin:coder}\n"
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Which models and groups a fleet file is served with, of models with a cached profile; nothing is started."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = profile_cache.Device.here(profile_cache.threads_of(1))
+    profile_cache.save(profile_cache.cache_file(BUILTIN / "coder", "none", device), "coder", PROFILE, device)
+
+    def serve(text: str, *options: str) -> tuple[list, list]:
+        got = []
+
+        async def run(models, groups, *_):
+            got.extend((models, groups))
+            return 0
+
+        monkeypatch.setattr("paceline.cli.serve.run", run)
+        (tmp_path / "fleet.yaml").write_text(text)
+        done = paceline("serve", str(tmp_path / "fleet.yaml"), *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return got[0], got[1]
+
+    return serve
+
+
+def test_auto_is_what_the_machine_has_and_more_models_than_fit_are_swapped(started, monkeypatch):
+    assert [len(group.models) for group in started(FLEET)[1]] == [1, 1], "without a cluster a worker each"
+    auto = FLEET + "cluster: {devices: auto, memory: auto}\n"
+    (group,) = started(auto)[1]
+    assert [model.slots for model in group.models] == [None, None]
+    free = (OVERHEAD + 20e6) / (1 - MARGIN)  # models of 12 MB each
+    monkeypatch.setattr("paceline.engine.host.free_bytes", lambda: int(free))
+    (group,) = started(auto)[1]
+    assert [(model.name, model.slots, model.resident) for model in group.models] == [("a", 1, True), ("b", 1, False)]
+    (group,) = started(auto, "--memory", "2GiB")[1]
+    assert [model.slots for model in group.models] == [None, None]
 
 
 @pytest.mark.parametrize(
