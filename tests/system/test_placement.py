@@ -52,6 +52,7 @@ def test_every_model_answers_and_the_summary_says_where_it_is(server, client):
     one, same, other = (item.embedding for item in client.embeddings.create(model="minilm", input=texts).data)
     assert one == pytest.approx(same) and sum(a * b for a, b in zip(one, other, strict=True)) < 0.6
     text = "\n".join(server.log)
+    assert "no profile of coder, draft, minilm: goals of requests" in text, "nobody asked for any"
     assert "0(2,1) 1" in text and "groups: number (pipeline stages, tensor ranks)" in text
 
 
