@@ -476,12 +476,17 @@ def load_placement(path: Path) -> Placement:
         raise ValueError(f"placement: {path}: {error}") from error
 
 
-def save_placement(path: Path, placement: Placement) -> None:
+def placement_json(placement: Placement) -> bytes:
+    """What a placement file holds."""
     groups = [
         GroupEntry(list(g.devices), ParallelEntry(g.parallel.pipeline, g.parallel.tensor), list(g.models))
         for g in placement.groups
     ]
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(PlacementFile(groups)), indent=1))
+    return msgspec.json.format(msgspec.json.encode(PlacementFile(groups)), indent=1)
+
+
+def save_placement(path: Path, placement: Placement) -> None:
+    path.write_bytes(placement_json(placement))
 
 
 def _mean(values: Any, mine: Any) -> float:

