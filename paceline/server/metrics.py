@@ -270,7 +270,7 @@ class _Samples(Collector):
     def _loads(self) -> Iterator[Metric]:
         """Bytes over seconds are what a swap reaches."""
         labels = ["group", "model"]
-        seconds = SummaryMetricFamily("paceline_load_seconds", "Loading while serving, with room for KV.", labels=labels)
+        seconds = SummaryMetricFamily("paceline_load_seconds", "Loads while serving, with room for KV.", labels=labels)
         size = CounterMetricFamily("paceline_load_bytes", "Weights loaded while serving.", labels=labels)
         for group, load in enumerate(self._load):
             seconds.add_metric([str(group), load.model], load.loads, load.loads_s)
