@@ -41,13 +41,18 @@ class Workload(BaseModel):
 
 
 class ClusterKeys(BaseModel):
-    """Devices to plan for."""
+    """Devices to plan for. What is `auto` is what this machine has: a CPU is one device."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     devices: int | Literal["auto"] = "auto"
-    memory: str | int = "auto"  # of each, such as 16GiB
+    memory: str | int = "auto"  # of each, such as 16GiB; auto: an equal part of what is free
     devices_per_node: int = Field(default=8, ge=1)
     load_bandwidth: str | int = 0  # bytes/s from host memory to a device, such as 12GiB; 0: models stay where they are
+
+    @property
+    def count(self) -> int:
+        """Of devices."""
+        return 1 if self.devices == "auto" else self.devices
 
     @field_validator("devices")
     @classmethod
@@ -92,6 +97,11 @@ class FleetFile(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     models: list[Entry] = Field(min_length=1)
     cluster: ClusterKeys = ClusterKeys()
+
+    @property
+    def shares(self) -> bool:
+        """Whether models share devices: the file has `cluster`, whatever it says there."""
+        return "cluster" in self.model_fields_set
 
 
 def load(path: Path) -> FleetFile:

@@ -153,7 +153,7 @@ def fleet(
     `threads` of a device; `tokens` of encoders' texts (None: by their workloads); `seconds` to measure each model for.
     Models alike are measured once. Raises ValueError.
     """
-    devices = 1 if file.cluster.devices == "auto" else file.cluster.devices
+    devices = file.cluster.count
     memory = None if file.cluster.memory == "auto" else parse_bytes(str(file.cluster.memory))
     done: dict[tuple[object, ...], dict[str, Any]] = {}
     models = {}

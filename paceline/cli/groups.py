@@ -13,7 +13,7 @@ from paceline.cli.fleet_file import ClusterKeys, FleetFile
 from paceline.cli.models import Model
 from paceline.cli.planning import Planned, load_placement, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
-from paceline.core.cluster import KV_SHARE, Parallel, Placement, slots_of
+from paceline.core.cluster import KV_SHARE, Group, Parallel, Placement, slots_of
 from paceline.core.request import SLO
 from paceline.engine.config import ModelConfig, draft_config
 from paceline.placement.search import plan as search
@@ -32,7 +32,7 @@ def devices_of(file: FleetFile | None, placement: Placement | None) -> int | Non
     """How many devices the models share; None: each has a worker of its own, with all cores."""
     if placement:
         return 1 + max(device for group in placement.groups for device in group.devices)
-    return file.cluster.devices if file and isinstance(file.cluster.devices, int) else None
+    return file.cluster.count if file and file.shares else None
 
 
 def read_placement(path: Path, file: FleetFile | None) -> Placement:
@@ -61,7 +61,10 @@ def quickest_share(placement: Placement | None, model: str) -> float:
 
 
 def plan(file: FleetFile, known: Planned) -> Placement:
-    """For the traffic that the fleet file expects. Models for which there is no memory are loaded by need."""
+    """For the traffic that the fleet file expects; without any, one device has all models. Those for which there is no
+    memory are loaded by need."""
+    if known.cluster.devices == 1 and not any(entry.workload.rate or entry.workload.trace for entry in file.models):
+        return Placement((Group((0,), Parallel(), known.names),))
     expected = traffic(file, known, None, None, 0)
     problem = known.problem(expected)
     choice = search(problem, EVALUATIONS * len(expected) if known.stepwise else REQUESTS)
@@ -70,17 +73,23 @@ def plan(file: FleetFile, known: Planned) -> Placement:
 
 def worker_groups(
     models: Sequence[Model], placement: Placement | None, limits: Limits, known: Planned | None = None,
-    elsewhere: bool = False,
+    elsewhere: bool = False, room: int | None = None,
 ) -> list[WorkerGroup]:  # fmt: skip
     """Without a placement a worker for each model. `known`: what was planned with, which says what a stage takes;
-    `elsewhere`: somebody else gives each worker its GPU."""
+    `elsewhere`: somebody else gives each worker its GPU; `room`: bytes of a device where no memory is given, which
+    only says how many models it holds."""
     if placement is None:
         alone = [() if elsewhere else (number,) for number in range(len(models))]
         return [worker_group([model], limits, devices=mine) for model, mine in zip(models, alone, strict=True)]
     named = {model.name: model for model in models}
     return [
         worker_group(
-            [named[name] for name in group.models], limits, group.parallel, known, () if elsewhere else group.devices
+            [named[name] for name in group.models],
+            limits,
+            group.parallel,
+            known,
+            () if elsewhere else group.devices,
+            room,
         )
         for group in placement.groups
         if group.models
@@ -89,7 +98,7 @@ def worker_groups(
 
 def worker_group(
     models: Sequence[Model], limits: Limits, parallel: Parallel = Parallel(), known: Planned | None = None,  # noqa: B008
-    devices: Sequence[int] = (),
+    devices: Sequence[int] = (), room: int | None = None,
 ) -> WorkerGroup:  # fmt: skip
     """Models that share the workers of a group, each with an equal part of the memory for KV, to lend.
 
@@ -99,7 +108,7 @@ def worker_group(
     on_gpus = any(model.device != "cpu" for model in models)
     shares = [known.share(model.name, parallel) if known else None for model in models]
     served = [group_model(model, parallel, share) for model, share in zip(models, shares, strict=True)]
-    memory = limits["memory"]
+    memory = limits["memory"] or room
     slots = held_of([weight_bytes(model, parallel) for model in models], memory) if memory else None
     if slots is not None and on_gpus:
         raise ValueError("memory: does not hold all models of a group, and models are loaded by need on CPUs only")
@@ -110,8 +119,8 @@ def worker_group(
     else:
         assert memory
         sizes = sorted(weight_bytes(model, parallel) for model in models)
-        room = (memory - OVERHEAD - sum(sizes[-slots:])) / slots
-        blocks = [limits["num_blocks"] or kv_blocks(model, room, parallel) for model in models]
+        each = (memory - OVERHEAD - sum(sizes[-slots:])) / slots
+        blocks = [limits["num_blocks"] or kv_blocks(model, each, parallel) for model in models]
         options = [
             replace(worker_options(model, limits, 1.0), num_blocks=some)
             for model, some in zip(models, blocks, strict=True)

@@ -113,6 +113,8 @@ def _kept_over(model: dict[str, Any], entry: Entry, threads: int | None) -> floa
     if entry.source.startswith("profile:") or not is_encoder(source := resolve(entry.source)):
         return 1.0
     kept = profile_cache.cache_file(source, entry.quantization, profile_cache.Device.here(threads))
+    if not kept.exists():  # then the server predicts by the profile file as well
+        return 1.0
     times, _, _ = text_times(kept)
     alone = next(one for one in model["parallel"] if one["pipeline"] * one["tensor"] == 1)
     seconds: float = sum(times.at(alone["prompt_tokens"])[1]) / sum(alone["stage_latency"]["1"])

@@ -10,7 +10,7 @@ from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.fleet_profile import measured_here
 from paceline.cli.goals import goal_budget
-from paceline.cli.planning import text_steps, text_times
+from paceline.cli.planning import PlanningProfile, text_steps, text_times
 from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
 from paceline.engine.config import PRECISIONS, ModelConfig, precision
@@ -111,21 +111,27 @@ def check_goals(name: str, one_shot: bool, goals: SLO, drafter: str) -> None:
 
 def paced(
     model: Model, maximum: int, fixed: bool, threads: int | None, options: list[str], measures: bool = False,
-    share: float = 1.0,
+    share: float = 1.0, given: PlanningProfile | None = None,
 ) -> Model:  # fmt: skip
-    """The model with its profile and the budget that follows: with a goal, or by default where a profile is cached.
+    """The model with its profile and the budget that follows: with a goal, or by default where there is a profile, in
+    the file `given` or else in the cache.
 
-    What a goal, a choice of drafts or a plan (`measures`) needs and the cache lacks, or has for narrower steps only, is
+    What a goal, a choice of drafts or a plan (`measures`) needs and neither has, or has for narrower steps only, is
     measured first, by `paceline profile` with these options. Raises ValueError for a goal below the floor: `share` of
     what one device takes (`goal_budget`).
     """
+    entry = given.models.get(model.name) if given else None
     if model.encoder:
         if model.device != "cpu":
             return model
         file = profile_cache.cache_file(model.path, model.quantization, profile_cache.Device.here(threads))
+        texts, error = entry and entry.texts(), (given and given.error or {}).get("p95", 0.0)
+        if texts and (len(texts.seconds) > 1 or not file.exists()):  # of one length the cache knows more
+            step, budget = text_steps(texts, maximum, error)
+            return replace(model, step_time=step, budget=budget)
         if (measures or model.slo != NO_SLO) and not file.exists():
-            given = ["--threads", str(threads)] if threads else []
-            measured_here(model.path, model.name, ["--quick", "--quantization", model.quantization, *given])
+            how = ["--threads", str(threads)] if threads else []
+            measured_here(model.path, model.name, ["--quick", "--quantization", model.quantization, *how])
         if not file.exists():
             return model
         times, _, error = text_times(file)
@@ -149,7 +155,9 @@ def paced(
             assert known is not None
         return known
 
-    model = replace(model, profile=profile_of(model.path, model.quantization, model.name, options, needed))
+    profile = entry and entry.measured()
+    profile = profile or profile_of(model.path, model.quantization, model.name, options, needed)
+    model = replace(model, profile=profile)
     if chooses and model.drafting.model:
         name, begin = f"{model.name}'s draft model", options.index("--context") if "--context" in options else None
         own = options if begin is None else options[:begin] + options[begin + 2 :]  # its context may be shorter

@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import FEWEST, Planned, check_parent, names_of, planned, save_placement, traffic
+from paceline.cli.planning import (
+    FEWEST,
+    Planned,
+    check_parent,
+    load_placement,
+    names_of,
+    planned,
+    save_placement,
+    traffic,
+)
 from paceline.core.cluster import Placement
 from paceline.placement import explain
 from paceline.placement.dispatch import RULES
@@ -62,27 +72,39 @@ def plan(
     if watch is None:
         make(fleet, trace, *options)
         return
+    heard = False
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
-        recent = Path(folder) / "trace.csv"
         while True:
-            if fetch(watch, api_key, recent):
-                make(fleet, recent, *options)
+            try:
+                known, heard = fetch(watch, api_key, Path(folder)), True
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                if not heard:
+                    raise ValueError(f"watch: {watch}: {error}") from error
+                errors.print(f"{watch}: {error}; trying again in {every:g} s", highlight=False, soft_wrap=True)
+            else:
+                if known:
+                    make(fleet, known[0], *options, running=known[1])
             time.sleep(every)
 
 
-def fetch(url: str, key: str | None, path: Path) -> bool:
-    """Keeps a server's trace in a file; False: it has not seen enough. Raises ValueError for a URL that has none."""
+def fetch(url: str, key: str | None, folder: Path) -> tuple[Path, Placement | None] | None:
+    """A server's trace, kept in a file of the folder, and its placement where it tells; None: it has not seen enough.
+    Raises httpx.HTTPError and httpx.InvalidURL."""
+
+    def get(name: str) -> httpx.Response:
+        return httpx.get(f"{url.rstrip('/')}/{name}", headers=headers, timeout=10.0)
+
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    try:
-        answer = httpx.get(f"{url.rstrip('/')}/trace", headers=headers, timeout=10.0)
-        answer.raise_for_status()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ValueError(f"watch: {url}: {error}") from error
-    path.write_text(answer.text)
-    requests = answer.text.count("\n") - 1
+    trace, placement = folder / "trace.csv", folder / "placement.json"
+    trace.write_text(get("trace").raise_for_status().text)
+    requests = trace.read_text().count("\n") - 1
     if requests < FEWEST:
         errors.print(f"{requests} requests so far; with {FEWEST} there is something to plan for", highlight=False)
-    return requests >= FEWEST
+        return None
+    if (answer := get("placement")).status_code == 404:
+        return trace, None
+    placement.write_bytes(answer.raise_for_status().content)
+    return trace, load_placement(placement)
 
 
 def make(
@@ -98,8 +120,9 @@ def make(
     effort: int | None,
     dispatch: str,
     quiet: bool,
+    running: Placement | None = None,
 ) -> None:
-    """Plans, prints the placement and why, and writes it."""
+    """Plans, prints the placement and why, and writes it; and what would change of one that is `running`."""
     file = fleet_file.load(fleet)
     known = planned(file, profile, None, devices, memory)
     expected = traffic(file, known, trace, duration, seed)
@@ -132,6 +155,8 @@ def make(
     left_out = [known.names[m] for m in np.flatnonzero(~choice.member.any(0))]
     if left_out:
         errors.print(f"[red]not placed: {names_of(left_out)}; there is no memory left for them[/red]", soft_wrap=True)
+    for line in changes(problem, choice, placement, running) if running else ():
+        console.print(line, highlight=False, soft_wrap=True)
     for line in reasons:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(
@@ -143,6 +168,24 @@ def make(
             "step times that this rests on were predicted with an error of "
             + ", ".join(f"{name.upper()} {value:.1%}" for name, value in known.error.items()), highlight=False,
         )  # fmt: skip
+
+
+def changes(problem: Problem, choice: Choice, placement: Placement, running: Placement) -> list[str]:
+    """A line for each group that would leave, or come, and what that would bring."""
+    old, new = (
+        Counter(f"{group.parallel}: {' '.join(sorted(group.models))}" for group in one.groups if group.models)
+        for one in (running, placement)
+    )
+    if old == new:
+        return ["", "this is what runs now"]
+    try:
+        here = f"the {problem.evaluate(*problem.arrays(running)).attainment:.2%}"
+    except ValueError as error:
+        here = f"what nobody can tell ({error})"
+    return [
+        "", f"{choice.outcome.attainment:.2%} instead of {here} of what runs now, by these groups:",
+        *(f"  - {group}" for group in (old - new).elements()), *(f"  + {group}" for group in (new - old).elements()),
+    ]  # fmt: skip
 
 
 def why(problem: Problem, choice: Choice, placement: Placement) -> list[str]:

@@ -23,6 +23,7 @@ from paceline.core.cluster import Cluster, Group, Parallel, Placement
 from paceline.core.request import SLO
 from paceline.engine.config import ModelConfig, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
+from paceline.engine.host import device_bytes
 from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
 from paceline.latency.texts import TextTimes
@@ -82,6 +83,15 @@ class ModelEntry(msgspec.Struct):
         if any(value is None for value in fields.values()):
             return None
         return msgspec.convert(fields, Profile, str_keys=True)
+
+    def texts(self) -> TextTimes | None:
+        """Of an encoder on one device, by as many lengths as were measured; None where that is not there."""
+        for one in self.parallel:
+            if one.pipeline == one.tensor == 1 and one.by_length:
+                return TextTimes(one.by_length)
+            if one.pipeline == one.tensor == 1 and one.prompt_tokens and one.stage_latency:
+                return TextTimes({one.prompt_tokens: {int(n): tuple(some) for n, some in one.stage_latency.items()}})
+        return None
 
 
 class PlanningProfile(msgspec.Struct):
@@ -163,12 +173,11 @@ def planned(
     profile: Path | None,
     threads: int | None = None,
     devices: int | None = None,
-    memory: str | None = None,
+    memory: str | int | None = None,
 ) -> Planned:
-    """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores, or all
-    of them. `devices` and `memory`: instead of the fleet file's. Raises ValueError naming what is missing."""
-    if threads is None and isinstance(fleet.cluster.devices, int):
-        threads = profile_cache.threads_of(fleet.cluster.devices)
+    """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores.
+    `devices` and `memory`: instead of the fleet file's. Raises ValueError naming what is missing."""
+    threads = threads or profile_cache.threads_of(fleet.cluster.count)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
     models = [_model(entry, file, errors, threads) for entry in fleet.models]
@@ -314,11 +323,10 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> Simul
         times, working = latency or {1: (0.0,) * stages}, int(one.working_bytes)
         shapes[Parallel(stages, one.tensor)] = ShapeTable(weights, times, working)
     if entry.step_time is None:
-        table, whole = ModelTable(name, shapes), shapes.get(Parallel())
-        tokens = next((one.prompt_tokens for one in entry.parallel if one.prompt_tokens), None)
-        if tokens is None or whole is None or not whole.latency:
+        table, whole, times = ModelTable(name, shapes), shapes.get(Parallel()), entry.texts()
+        if times is None or whole is None or not whole.latency:
             return SimulatedModel(table, slo)
-        step, budget = text_steps(TextTimes({tokens: whole.stage_latency}), SchedulerConfig().token_budget, error)
+        step, budget = text_steps(times, SchedulerConfig().token_budget, error)
         shares = {parallel: max(known.stage_latency[1]) / whole.latency for parallel, known in shapes.items()}
         return SimulatedModel(table, slo, budget=budget, shares=shares, text_time=step)
     try:
@@ -380,13 +388,8 @@ def _from_config(entry: Entry, path: Path, working: int) -> ModelTable:
 
 
 def _cluster(keys: ClusterKeys) -> Cluster:
-    devices = 1 if keys.devices == "auto" else keys.devices
-    if keys.memory == "auto":
-        from paceline.engine.kv_cache import available_bytes
-
-        memory = available_bytes() // devices
-    else:
-        memory = keys.memory if isinstance(keys.memory, int) else parse_bytes(keys.memory)
+    devices = keys.count
+    memory = device_bytes(devices) if keys.memory == "auto" else parse_bytes(str(keys.memory))
     rate = keys.load_bandwidth
     bandwidth = rate if isinstance(rate, int) else parse_bytes(rate, "load_bandwidth")
     return Cluster(devices, memory, keys.devices_per_node, bandwidth)
@@ -474,12 +477,17 @@ def load_placement(path: Path) -> Placement:
         raise ValueError(f"placement: {path}: {error}") from error
 
 
-def save_placement(path: Path, placement: Placement) -> None:
+def placement_json(placement: Placement) -> bytes:
+    """What a placement file holds."""
     groups = [
         GroupEntry(list(g.devices), ParallelEntry(g.parallel.pipeline, g.parallel.tensor), list(g.models))
         for g in placement.groups
     ]
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(PlacementFile(groups)), indent=1))
+    return msgspec.json.format(msgspec.json.encode(PlacementFile(groups)), indent=1)
+
+
+def save_placement(path: Path, placement: Placement) -> None:
+    path.write_bytes(placement_json(placement))
 
 
 def _mean(values: Any, mine: Any) -> float:

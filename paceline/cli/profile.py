@@ -205,8 +205,7 @@ def _refuse(options: dict[str, Any], whose: str) -> None:
 def _live(source: Path, out: Path, url: str, api_key: str | None) -> None:
     file = fleet_file.load(source)
     found = live_profile.measured(url, api_key)
-    devices = file.cluster.devices if isinstance(file.cluster.devices, int) else None
-    live_profile.add(out, found, file, threads_of(devices))
+    live_profile.add(out, found, file, threads_of(file.cluster.count if file.shares else None))
     Console().print(live_profile.live_table(found))
 
 
@@ -214,8 +213,7 @@ def _fleet(
     source: Path, out: Path, threads: int | None, tokens: int | None, seconds: float | None, quick: bool
 ) -> None:
     file = fleet_file.load(source)
-    devices = file.cluster.devices if isinstance(file.cluster.devices, int) else 1
-    each = threads or threads_of(devices)
+    each = threads or threads_of(file.cluster.count)
     assert each is not None
     with _progress() as bars:
         found = fleet_profile.fleet(file, each, tokens, seconds, quick, bars)

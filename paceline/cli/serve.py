@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,13 +24,15 @@ from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import Limits, devices_of, on_cluster, plan, quickest_share, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
-from paceline.cli.planning import planned
+from paceline.cli.planning import PlanningProfile, names_of, placement_json, planned
 from paceline.cli.profile_cache import threads_of
 from paceline.cli.replan import WINDOW_S, Replanner
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.cli.spare import Spare
+from paceline.core.cluster import Group, Placement
 from paceline.core.request import SLO
+from paceline.engine.host import device_bytes
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.ray_process import RayCluster
 from paceline.runtime.recent import Recent
@@ -109,11 +112,16 @@ def serve(
     if device != "cpu" and replan:
         raise ValueError("replan: is for CPUs; a GPU has no room for a group beside the one that it replaces")
     if profile and not (file and devices):
-        raise ValueError("profile: is to plan with: it goes with a fleet file that has cluster.devices, or --placement")
+        raise ValueError("profile: is to plan with: it goes with a fleet file that has a cluster, or --placement")
     cluster = RayCluster(ray) if ray else None
+    if cluster and file and devices and not places and file.cluster.devices == "auto":
+        devices = cluster.devices(threads)
     threads = threads or (cluster.cores(devices or len(models)) if cluster else threads_of(devices))
     if file and memory is None and file.cluster.memory != "auto":
         memory = str(file.cluster.memory)
+    # of the cluster: a placement may leave devices out
+    size = file.cluster.devices if file and isinstance(file.cluster.devices, int) else devices
+    room = device_bytes(size) if size and not (memory or cluster) and device == "cpu" else None
     limits: Limits = {
         "max_batch_tokens": composer.widest(SchedulerConfig(token_budget=maximum, max_batch=max_batch)),
         "max_batch": max_batch,
@@ -134,21 +142,21 @@ def serve(
     planning = devices is not None and places is None
     measures = planning and profile is None
     fixed, share = token_budget is not None, partial(quickest_share, places) if devices else lambda name: 1.0
-    models = [paced(model, maximum, fixed, threads, given, measures, share(model.name)) for model in models]
-    size = devices_of(file, None) or devices  # of the cluster: a placement may leave devices out
-    known = planned(file, profile, threads, size) if file and (planning or profile) else None
+    measured = PlanningProfile.load(profile) if profile else None
+    models = [paced(one, maximum, fixed, threads, given, measures, share(one.name), measured) for one in models]
+    known = planned(file, profile, threads, size, memory or room) if file and (planning or profile) else None
     if planning and file and known:
         with console.status("planning"):
             places = plan(file, known)
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
-    groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None)
+    groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None, room=room)
     started = groups(places)
     if cluster and threads:
         started = on_cluster(started, cluster, threads, file, device == "cuda")
     options = {
         "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
-        "memory": known and known.cluster.memory, "cluster": cluster,
+        "memory": known.cluster.memory if known else limits["memory"] or room, "cluster": cluster,
     }  # fmt: skip
     beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -187,7 +195,10 @@ async def run(
         gc.collect()
         gc.freeze()  # modules and tokenizers stay: collections while serving need not look at them
         recent = Recent(fleet, WINDOW_S, time.monotonic)
-        app = create_app(fleet, served_models(models, fleet), server, lambda: recent.trace().text())
+        app = create_app(
+            fleet, served_models(models, fleet), server, lambda: recent.trace().text(),
+            lambda: placement_json(placement_of(fleet, [model.name for model in models])),
+        )  # fmt: skip
 
         def on_started(url: str) -> None:
             summary(fleet, models, config, url, time.monotonic() - begin)
@@ -213,6 +224,18 @@ async def placed(fleet: LocalFleet, recent: Recent, every: float | None, **optio
     fleet.take_over = spare.take_over
     replans = [Replanner(deployment, recent, say).run(every)] if every else []
     await asyncio.gather(spare.run(), *replans)
+
+
+def placement_of(fleet: LocalFleet, names: list[str]) -> Placement:
+    """The groups that have these models now; devices are numbered in their order."""
+    hosted = [(name, *host) for name in names for host in fleet.hosts(name)]
+    shapes, devices = {number: shape for _, number, shape in sorted(hosted, key=lambda one: one[1])}, count()
+    return Placement(
+        tuple(
+            Group(tuple(islice(devices, shape.devices)), shape, tuple(name for name, n, _ in hosted if n == number))
+            for number, shape in shapes.items()
+        )
+    )
 
 
 def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedModel]:
@@ -265,6 +288,11 @@ def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: st
     console.print(table)
     if any(workers.parallel.devices > 1 for workers in fleet.workers):
         console.print("groups: number (pipeline stages, tensor ranks)", highlight=False)
+    if unknown := [model.name for model in models if model.step_time is None]:
+        console.print(
+            f"no profile of {names_of(unknown)}: goals of requests (x-slo-ttft-ms, x-slo-tpot-ms) refuse nobody there; "
+            "a goal of the model, or paceline profile, makes one", highlight=False, soft_wrap=True,
+        )  # fmt: skip
     whole = " (whole prompts for encoders)" if any(model.encoder for model in models) else ""
     console.print(f"policy {config.policy}{whole}, at most {config.max_batch} sequences a step")
     console.print(f"ready in {seconds:.1f} s at [bold]{url}/v1[/bold]  (Ctrl-C drains and ends)", highlight=False)

@@ -11,7 +11,6 @@ Which blocks a sequence holds is the driver's business (`batching/blocks`); here
 import mmap
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,9 +18,9 @@ from torch import Tensor
 
 from paceline.engine import pages
 from paceline.engine.config import ModelConfig, ModelError, kv_element
+from paceline.engine.host import MARGIN, free_bytes, resident_bytes
 
 DEFAULT_POOL = 4 << 30  # bytes, when neither memory nor a number of blocks is given
-MARGIN = 0.1  # of what is free is left to others when no memory is given
 
 
 class KVCache:
@@ -114,11 +113,6 @@ class MemoryPlan:
         return self.baseline + self.weights + self.kv + self.activations
 
 
-def resident_bytes() -> int:
-    """What this process holds now."""
-    return _proc("/proc/self/status", "VmRSS")
-
-
 def held_bytes(device: str = "cpu") -> int:
     """What this process holds now, or its tensors on a GPU."""
     if torch.device(device).type == "cuda":
@@ -127,13 +121,11 @@ def held_bytes(device: str = "cpu") -> int:
 
 
 def available_bytes(device: str = "cpu") -> int:
-    """What could still be taken on this machine, under its control group's limit too, or on the device."""
+    """What could still be taken on this machine or on the device."""
     if torch.device(device).type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
-    free = _proc("/proc/meminfo", "MemAvailable")
-    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    return min(free, limit - used) if limit is not None and used is not None else free
+    return free_bytes()
 
 
 def pool_blocks(
@@ -159,17 +151,3 @@ def pool_blocks(
             f"for it, less than one block of {block_size} tokens ({per_block >> 10} KiB)"
         )
     return blocks
-
-
-def _proc(path: str, key: str) -> int:
-    """The value in bytes of a line `key: N kB`; 0 where the system has no such file."""
-    file = Path(path)
-    if not file.exists():
-        return 0
-    lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
-    return next((int(words[1]) * 1024 for words in lines if words and words[0] == f"{key}:"), 0)
-
-
-def _number(path: Path) -> int | None:
-    text = path.read_text(encoding="ascii").strip() if path.exists() else ""
-    return int(text) if text.isdigit() else None

@@ -99,6 +99,9 @@ class GroupLoad:
     blocks_used: int
     blocks_total: int
     model: str = ""
+    loads: int = 0  # of the model since it serves, by need or after a fault
+    loads_s: float = 0.0  # seconds of all of them
+    weight_bytes: int = 0  # that one of them loads
 
 
 @dataclass(frozen=True, slots=True)

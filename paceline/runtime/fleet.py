@@ -345,8 +345,11 @@ class LocalFleet:
                 g.scheduler.num_blocks - g.scheduler.num_free_blocks,
                 g.scheduler.num_blocks,
                 g.config.models[0],
+                own.loads,
+                own.loads_s,
+                own.info.weight_bytes if own.info else 0,
             )
-            for g in groups
+            for g, own in zip(groups, self.groups, strict=False)
         ]
 
     @property

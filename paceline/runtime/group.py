@@ -77,6 +77,7 @@ class ModelGroup:
         self.bad_input = False  # failed because of what the user gave
         self.info: EngineInfo | None = None
         self.resident, self.load_s = config.resident, 0.0
+        self.loads, self.loads_s = 0, 0.0  # since it serves, and seconds of all of them
         self.driver: Driver | None = None  # set by the fleet when every group is loaded
         self.settled = asyncio.Event()  # loaded, or failed for good
         self.retired = asyncio.Event()  # it has nothing to do and gets nothing more
@@ -113,6 +114,7 @@ class ModelGroup:
     def ready(self) -> None:
         self.settled.set()
         if self.driver and self.resident:
+            self.loads, self.loads_s = self.loads + 1, self.loads_s + self.load_s
             self.driver.post(Back(self.index, self.load_s))
 
     def lost(self) -> bool:

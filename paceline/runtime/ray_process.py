@@ -330,6 +330,10 @@ class RayCluster:
         nodes = [node["Resources"] for node in ray().nodes() if node["Alive"]]
         return [min(int(node.get(name, 0.0) // amount) for name, amount in device.items()) for node in nodes]
 
+    def devices(self, cores: int | None) -> int:
+        """How many there are of so many cores; None: as many as the largest node has."""
+        return sum(self.counts({"CPU": cores or max(self.counts({"CPU": 1}), default=1)}))
+
     def cores(self, devices: int) -> int:
         """Cores for each of so many devices, so that they have as many as there are."""
         cores = max(self.counts({"CPU": 1}), default=0)

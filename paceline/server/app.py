@@ -77,9 +77,10 @@ class Api:
         models: Mapping[str, ServedModel],
         config: ServerConfig,
         recent: Callable[[], str] | None = None,
+        placement: Callable[[], bytes] | None = None,
     ) -> None:
         self.fleet = fleet
-        self.recent = recent
+        self.recent, self.placement = recent, placement
         self.models = dict(models)
         self.config = config
         self.metrics = Metrics()
@@ -242,6 +243,12 @@ class Api:
             raise errors.ApiError(404, "this server keeps no trace", code="not_found")
         return Response(self.recent(), media_type="text/csv")
 
+    async def where(self) -> Response:
+        """The groups that serve now as a placement file; devices are numbered in their order."""
+        if self.placement is None:
+            raise errors.ApiError(404, "this server has no placement", code="not_found")
+        return Response(self.placement(), media_type="application/json")
+
     async def prometheus(self) -> Response:
         """Metrics in Prometheus' text format."""
         text = exposition(self.metrics, self.fleet.load(), self.config.metrics_compat == "vllm")
@@ -249,15 +256,19 @@ class Api:
 
 
 def create_app(
-    fleet: Fleet, models: Mapping[str, ServedModel], config: ServerConfig, recent: Callable[[], str] | None = None
+    fleet: Fleet,
+    models: Mapping[str, ServedModel],
+    config: ServerConfig,
+    recent: Callable[[], str] | None = None,
+    placement: Callable[[], bytes] | None = None,
 ) -> FastAPI:
     """The application over `fleet`; `app.state.api` holds its parts. Needs the lifespan only to end its helpers.
 
-    `recent` gives the traffic of late as a trace file.
+    `recent` gives the traffic of late as a trace file, `placement` the groups as a placement file.
     """
     if not models:
         raise ValueError("models: at least one is needed")
-    api = Api(fleet, models, config, recent)
+    api = Api(fleet, models, config, recent, placement)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -298,6 +309,7 @@ def _add_routes(app: FastAPI, api: Api) -> None:
         ("/version", api.version, ()),
         ("/metrics", api.prometheus, ()),
         ("/trace", api.trace, (404,)),
+        ("/placement", api.where, (404,)),
     ]
     for path, endpoint, kind, statuses in posts:
         responses = openapi.errors(400, 401, 404, 408, 413, 415, *statuses)

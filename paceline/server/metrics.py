@@ -11,7 +11,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from paceline.core.events import Emitted, Event
@@ -210,6 +216,7 @@ class _Samples(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._http()
         yield from self._steps()
+        yield from self._loads()
         yield from self._drafts("paceline_")
         yield from self._models("paceline_", "model", "inter_token_seconds")
         if self._vllm:
@@ -259,6 +266,16 @@ class _Samples(Collector):
         errors = {str(group): histogram for group, histogram in m.prediction.items()}
         text = "|predicted - measured| / measured of steps, where there is a profile."
         yield _histograms("paceline_step_prediction_error", text, "group", errors)
+
+    def _loads(self) -> Iterator[Metric]:
+        """Bytes over seconds are what a swap reaches."""
+        labels = ["group", "model"]
+        seconds = SummaryMetricFamily("paceline_load_seconds", "Loads while serving, with room for KV.", labels=labels)
+        size = CounterMetricFamily("paceline_load_bytes", "Weights loaded while serving.", labels=labels)
+        for group, load in enumerate(self._load):
+            seconds.add_metric([str(group), load.model], load.loads, load.loads_s)
+            size.add_metric([str(group), load.model], load.loads * load.weight_bytes)
+        yield from (seconds, size)
 
     def _drafts(self, prefix: str) -> Iterator[Metric]:
         drafts, prefix = self._metrics.drafts, prefix + "spec_decode_"

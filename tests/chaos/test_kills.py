@@ -1,4 +1,4 @@
-"""Workers are killed and stopped at random moments under load: no request is lost, no token changed.
+"""Workers are killed, stopped and made to raise at random moments under load: no request is lost, no token changed.
 
 `make chaos` makes it long.
 """
@@ -8,7 +8,7 @@ import os
 import random
 import signal
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -16,19 +16,53 @@ from paceline.cli.sources import BUILTIN
 from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import Parallel
 from paceline.core.request import SamplingParams
+from paceline.engine.encoder import EncoderRunner
 from paceline.engine.runner import ModelRunner
+from paceline.runtime.api import Overloaded
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
-from tests.engine.test_parallel import alone
-from tests.runtime.test_fleet import Collector, until
+from paceline.runtime.messages import GiveBack
+from tests.engine.test_parallel import MINILM, ONE, Embedded, alone, embeddings, same_embedding
+from tests.runtime.test_fleet import until
 
-FAULTS = int(os.environ.get("PACELINE_CHAOS", "2"))
+FAULTS = int(os.environ.get("PACELINE_CHAOS", "1"))
 LIMITS = dict(max_batch_tokens=64, max_batch=8, num_blocks=60)
-STREAMS = 6  # at a time, of each model
 GREEDY = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+POISON = [1 << 20]  # no token of any model
+RAISE = 0  # beside the signals: a message that no worker can make sense of
+PATHS = {"coder": BUILTIN / "coder", "coder-draft": BUILTIN / "coder-draft", "minilm": MINILM}
+
+Asked = list[tuple[list[int], SamplingParams]]
+Answers = list[list[int] | bytes]
 
 
-def kinds(vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
+@dataclass(frozen=True)
+class Scene:
+    """Groups: shape, models, drafter, and how many of the models they hold at a time; the first fault; clients of each
+    model."""
+
+    groups: tuple[tuple[Parallel, tuple[str, ...], str, int | None], ...]
+    first: int
+    streams: int
+    max_waiting: int = 1024
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for _, names, *_ in self.groups for name in names))
+
+
+BOTH, KINDS, DRAFT = ("coder", "coder-draft"), ("coder", "minilm"), str(BUILTIN / "coder-draft")
+SCENES = {
+    "stages": Scene(
+        ((Parallel(2), BOTH, "ngram", None), *((Parallel(), (name,), "ngram", None) for name in BOTH)),
+        signal.SIGKILL, 6,
+    ),  # fmt: skip
+    # three times as many clients as places, of a model with a draft model and of an encoder; one group swaps them
+    "ranks": Scene(((Parallel(1, 2), KINDS, DRAFT, None), (Parallel(), KINDS, DRAFT, 1)), RAISE, 30, 2),
+}
+
+
+def kinds(vocabulary: int) -> Asked:
     """Short and long prompts, greedy and seeded, with and without drafts."""
     seeded = replace(GREEDY, temperature=0.9, top_p=0.9, frequency_penalty=0.2)
     return [
@@ -39,18 +73,44 @@ def kinds(vocabulary: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def group(parallel: Parallel, *names: str) -> WorkerGroup:
-    options = tuple(WorkerOptions(str(BUILTIN / name), threads=1, **LIMITS) for name in names)
-    served = tuple(ServedModel(name, max_draft_tokens=3) for name in names)
+def group(parallel: Parallel, names: tuple[str, ...], drafter: str, slots: int | None) -> WorkerGroup:
+    one_shot = [PATHS[name] == MINILM for name in names]
+    options = tuple(
+        WorkerOptions(str(PATHS[name]), threads=1, drafter="ngram" if embeds else drafter, **LIMITS)
+        for name, embeds in zip(names, one_shot, strict=True)
+    )
+    served = tuple(
+        ServedModel(name, max_draft_tokens=3, one_shot=embeds, slots=slots, resident=n < (slots or len(names)))
+        for n, (name, embeds) in enumerate(zip(names, one_shot, strict=True))
+    )
     return WorkerGroup(served, GroupOptions(options, parallel).command, parallel)
 
 
-async def client(fleet: LocalFleet, name: str, asked: list, expected: list, rng: random.Random, ends: Counter) -> None:
-    """One request after the other, until nobody wants more; some hang up."""
+def answers(name: str) -> tuple[Asked, Answers]:
+    """What the model is asked for, and what it answers when it is alone and on one device."""
+    if PATHS[name] == MINILM:
+        texts = [[101, *(1000 + 37 * i * j % 9000 for j in range(5 + 20 * i)), 102] for i in range(3)]
+        runner = EncoderRunner.load(MINILM, max_batch_tokens=64, max_batch=8)
+        return [(text, ONE) for text in texts], [*embeddings(runner, texts)]
+    runner = ModelRunner.load(PATHS[name], **LIMITS | {"num_blocks": 400})
+    asked = kinds(runner.info.vocab_size)
+    return asked, [*alone(runner, asked)]
+
+
+async def client(
+    fleet: LocalFleet, name: str, asked: Asked, expected: Answers, rng: random.Random, ends: Counter
+) -> None:
+    """One request after the other, until nobody wants more; some hang up, some are poisoned and fail alone."""
     while not ends["enough"]:
-        index = rng.randrange(len(asked))
-        sink = Collector()
-        id = fleet.submit(name, *asked[index], sink)
+        index, poisoned = rng.randrange(len(asked)), rng.random() < 0.05
+        prompt, params = asked[index]
+        sink = Embedded()
+        try:
+            id = fleet.submit(name, prompt + POISON if poisoned else prompt, params, sink)
+        except Overloaded:
+            ends["refused"] += 1
+            await asyncio.sleep(0.05)
+            continue
         if rng.random() < 0.15:
             await asyncio.sleep(rng.random() * 0.2)
             if not sink.done.is_set():
@@ -58,43 +118,52 @@ async def client(fleet: LocalFleet, name: str, asked: list, expected: list, rng:
                 ends["left"] += 1
                 continue
         await sink.done.wait()
-        assert not sink.error and sink.tokens == expected[index], f"{name} {index}: {sink.error or 'other tokens'}"
+        if poisoned:
+            assert "token ids must be" in sink.error
+            ends["poisoned"] += 1
+            continue
+        answer = expected[index]
+        right = same_embedding(sink.embedding, answer) if isinstance(answer, bytes) else sink.tokens == answer
+        assert not sink.error and right, f"{name} {index}: {sink.error or 'another answer'}"
         ends[name] += 1
 
 
-async def hurt(fleet: LocalFleet, rng: random.Random) -> None:
-    """Kills or stops one worker, perhaps another one of another group; waits until all are well."""
-    victims = rng.sample(fleet.workers, rng.choice([1, 1, 2]))
+async def hurt(fleet: LocalFleet, rng: random.Random, first: int | None) -> None:
+    """Kills, stops or breaks one worker, perhaps another one of another group; waits until all are well."""
+    victims = rng.sample(fleet.workers, min(len(fleet.workers) - 1, rng.choice([1, 1, 2])))
     for workers in victims:
-        number = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
-        os.kill(rng.choice(workers.pids), number)
-        await until(lambda workers=workers: workers.state == "restarting", 0.25 if number == signal.SIGKILL else 4)
+        fault = rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, RAISE]) if first is None else first
+        if fault == RAISE:
+            workers.send(GiveBack(len(PATHS), []))
+        else:
+            os.kill(rng.choice(workers.pids), fault)
+        await until(lambda workers=workers: workers.state == "restarting", 0.25 if fault == signal.SIGKILL else 4)
         await asyncio.sleep(rng.random() * 0.3)
     await until(lambda: all(workers.state == "ready" for workers in fleet.workers), 60)
 
 
 @pytest.mark.timeout(60 + 30 * FAULTS)
-async def test_kills_at_random_moments_lose_nothing_and_change_nothing():
-    rng, ends = random.Random(4), Counter()
-    names = ("coder", "coder-draft")
-    runners = {name: ModelRunner.load(BUILTIN / name, **LIMITS | {"num_blocks": 400}) for name in names}
-    asked = {name: kinds(runner.info.vocab_size) for name, runner in runners.items()}
-    expected = {name: alone(runners[name], asked[name]) for name in names}
-    groups = [group(Parallel(2, 1), *names), group(Parallel(), "coder"), group(Parallel(), "coder-draft")]
-    async with LocalFleet(groups, FleetConfig(token_budget=64, max_batch=8)) as fleet:
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+async def test_faults_at_random_moments_lose_nothing_and_change_nothing(scene):
+    rng, ends, names = random.Random(4), Counter(), scene.names
+    known = {name: answers(name) for name in names}
+    config = FleetConfig(token_budget=64, max_batch=8, max_waiting=scene.max_waiting)
+    async with LocalFleet([group(*one) for one in scene.groups], config) as fleet:
         clients = [
-            asyncio.create_task(client(fleet, name, asked[name], expected[name], random.Random(i), ends))
-            for i, name in enumerate(names * STREAMS)
+            asyncio.create_task(client(fleet, name, *known[name], random.Random(i), ends))
+            for i, name in enumerate(names * scene.streams)
         ]
         for fault in range(FAULTS):
             await asyncio.sleep(0.3 + rng.random())
-            before = ends.total()
-            await hurt(fleet, rng)
-            assert ends.total() > before, f"fault {fault}: everything waits, though one group is always up"
+            before = ends.total() - ends["refused"]
+            await hurt(fleet, rng, None if fault else scene.first)
+            assert ends.total() - ends["refused"] > before, f"fault {fault}: everything waits, though one group is up"
+            assert not [one.get_stack() for one in clients if one.done()], "a client's answer was wrong"
         ends["enough"] = 1
         await asyncio.gather(*clients)
         await until(lambda: not fleet.driver.controller.sequences)
         for state in fleet.driver.controller.groups:
             state.scheduler.check()
             assert state.scheduler.num_free_blocks == state.scheduler.config.num_blocks
-    assert ends["coder"] > 10 * FAULTS and ends["coder-draft"] > 10 * FAULTS and ends["left"] > FAULTS
+    assert all(ends[name] > 10 * FAULTS for name in names) and min(ends["left"], ends["poisoned"]) > FAULTS, ends
+    assert (ends["refused"] > 0) == (scene.max_waiting < 1024), ends

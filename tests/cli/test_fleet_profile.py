@@ -192,6 +192,6 @@ def test_options_of_something_else_are_refused(fleet, monkeypatch, source, optio
 
 
 def test_a_profile_to_serve_with_needs_devices(fleet):
-    fleet.write_text(FLEET.replace("devices: 2, ", ""))
+    fleet.write_text(FLEET.replace("cluster: {devices: 2, memory: 4GiB}", ""))
     with pytest.raises(ValueError, match="profile: is to plan with: it goes with a fleet file"):
         serve([str(fleet)], profile=Path("p.json"))

@@ -10,15 +10,16 @@ from paceline.cli.groups import (
     devices_of,
     held_of,
     kv_blocks,
+    plan,
     read_placement,
     weight_bytes,
     worker_group,
     worker_groups,
 )
 from paceline.cli.models import Model, find_models
-from paceline.cli.planning import load_placement
+from paceline.cli.planning import Planned, load_placement
 from paceline.cli.sources import BUILTIN
-from paceline.core.cluster import KV_SHARE, Parallel
+from paceline.core.cluster import KV_SHARE, Cluster, Group, Parallel, Placement
 from paceline.engine import load
 from paceline.engine.config import ModelConfig
 from paceline.engine.parallel import Place
@@ -63,6 +64,14 @@ def test_without_a_cluster_every_model_has_a_worker_of_its_own(tmp_path):
     assert [len(group.models) for group in groups] == [1, 1]
 
 
+@pytest.mark.parametrize("keys", ["{}", "{devices: auto, memory: auto}", "{memory: 2GiB}", "{devices: 1}"])
+def test_the_devices_of_a_cluster_are_shared_and_a_cpu_is_one(tmp_path, keys):
+    """One device has all models, whether or not the file says what traffic to expect."""
+    file = fleet_file.load(write(tmp_path, GOOD + f"cluster: {keys}\n"))
+    assert devices_of(file, None) == 1
+    assert plan(file, Planned([], Cluster(1), None)) == Placement((Group((0,), Parallel(), ()),))
+
+
 @pytest.mark.parametrize(
     ("groups", "cluster", "words"),
     [
@@ -93,6 +102,11 @@ def test_where_memory_is_short_models_are_loaded_by_need(tmp_path):
     options = json.loads(group.command(Seat(0, "", (None, None), (True, False), True))[-1])["models"]
     per_block = 16 * ModelConfig.load(models[0].path).kv_bytes_per_token()
     assert options[0]["num_blocks"] == (room - size) // per_block and not options[0]["lends"]
+    assert worker_group(models, LIMITS, room=OVERHEAD + room).models == group.models
+    options = json.loads(
+        worker_group(models, LIMITS, room=1 << 40).command(Seat(0, "", (None,) * 2, (True,) * 2, True))[-1]
+    )["models"]
+    assert all(one["memory"] is one["num_blocks"] is None for one in options), "there is room for both: as always"
 
 
 def test_the_first_worker_has_room_for_what_it_drafts_by(tmp_path):

@@ -2,8 +2,12 @@
 
 import csv
 import json
+import threading
+import time
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -80,6 +84,46 @@ def test_from_workloads_to_outcomes(folder, dispatch):
     assert f"{summary['attainment']:.2%}" in told  # as planned
     known[-1] = "luck"
     assert "dispatch: 'luck' is not one of last_stage, finish" in paceline(folder, "plan", "fleet.yaml", *known, code=2)
+
+
+def test_watching_survives_a_server_that_fails_and_says_what_would_change(folder, monkeypatch):
+    rows = "".join(f"{0.05 * i:.3f},{'ab'[i % 2]},5,0\n" for i in range(80))
+    trace = "arrival,model,prompt_tokens,output_tokens\n"
+    alone = {"groups": [{"devices": [0], "parallel": {}, "models": ["a", "b", "c"]}]}
+    answers = [(200, trace), (503, "")]  # of /trace, one after the other; None: there is no server
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = {"/trace": answers.pop(0) if answers else (200, trace + rows), "/placement": placed}
+            status, body = known[self.path]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    def sleep(_: float) -> None:
+        nonlocal placed
+        slept.append(len(answers))
+        if len(slept) == 3:
+            placed = 200, (folder / "p.json").read_text()
+        elif len(slept) == 4:
+            raise SystemExit(0)
+
+    placed, slept = (200, json.dumps(alone)), []
+    clock = SimpleNamespace(sleep=sleep, perf_counter=time.perf_counter, process_time=time.process_time)
+    monkeypatch.setattr("paceline.cli.plan.time", clock)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        options = ["--profile", "profile.json", "--out", "p.json", "--effort", "20000", "--quiet", "--watch", url]
+        done = command.paceline("plan", "fleet.yaml", *options, cwd=folder)
+        server.shutdown()
+    assert done.returncode == 0 and len(slept) == 4, done.stderr
+    assert "0 requests so far" in done.stderr and "503" in done.stderr and "trying again in 60 s" in done.stderr
+    assert "of what runs now, by these groups:" in done.stdout and "  - (1,1): a b c" in done.stdout
+    assert "this is what runs now" in done.stdout.split("  - (1,1): a b c")[1]
 
 
 def test_traces_are_described_and_rescaled(folder):

