@@ -65,16 +65,20 @@ def alone(runner: ModelRunner, asked: list[tuple[list[int], SamplingParams]]) ->
 
 
 class Preemptions:
-    """An observer that counts."""
+    """An observer that counts, and knows who drafted, and why nobody did."""
 
     def __init__(self) -> None:
         self.count = self.accepted = 0
+        self.drafters, self.idle = set[str](), set[str]()
 
     def on_events(self, events) -> None:
         self.count += sum(event.kind == "preempted" for event in events)
 
     def on_step(self, step) -> None:
         self.accepted += sum(one.accepted for one in step.drafts)
+        self.drafters |= {one.drafter for one in step.drafts if one.drafted}
+        self.idle |= {one.idle for one in step.drafts if not one.drafted}
+        assert all(0 < one.accepted <= one.emitted or not one.accepted for one in step.drafts)
 
 
 async def in_group(
@@ -147,7 +151,8 @@ async def test_a_model_that_drafts_with_the_first_worker_changes_nothing(paralle
     options = WorkerOptions(str(BUILTIN / "coder"), drafter=drafter, threads=1, **limits)
     got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
     assert got["coder"][:-1] == expected and len(got["coder"][-1]) == OUTPUT
-    assert seen.accepted > 5
+    assert seen.accepted > 5 and seen.drafters == {"early_exit" if drafter == "early_exit" else "model"}
+    assert "last_token" in seen.idle and seen.idle <= {"last_token", "nothing_found", "memory", "budget"}
 
 
 class Embedded(Collector):
