@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from benchmarks.machine import describe
+from benchmarks.plots import draw
 
 RESULTS = Path(__file__).parent / "results"
 NAMES = [
@@ -39,6 +40,7 @@ def main() -> None:
             figures = module.run(model)
             result[model] = ran | {"seconds": round(time.time() - begin)} | figures
             file.write_text(json.dumps(result, indent=1) + "\n")
+            draw(file)
             print(json.dumps(figures, indent=1), flush=True)
 
 

@@ -22,6 +22,7 @@ from benchmarks.checkpoints import ROOT, checkpoint
 from benchmarks.machine import describe
 from benchmarks.peers.child import THREADS
 from benchmarks.peers.process import Cannot, Process
+from benchmarks.plots import draw
 
 OURS = "paceline"
 ENGINES: dict[str, tuple[str, dict]] = {  # name: module, options
@@ -220,6 +221,7 @@ def main() -> None:
             ran["seconds"] = round(time.time() - begin)
             result.setdefault(shape, {})[precision] = {**ran, "engines": report}
             options.out.write_text(json.dumps(result, indent=1) + "\n")
+            draw(options.out)
             print(table(report), flush=True)
 
 

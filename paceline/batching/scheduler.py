@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from paceline.batching import blocks, moves, policies
+from paceline.batching import blocks, held_back, moves, policies
 from paceline.batching.budget import GoalBudget, Pace
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import Policy
@@ -76,6 +76,7 @@ IDLE_S = 1.0  # without a step: from then on what was learnt of steps is forgott
 
 _compose = entry(I64, STATE)(policies.compose)
 _land = entry(I64, STATE, I64, BYTES)(policies.land)
+_say_why = entry(VOID, STATE)(held_back.say_why)
 _fits = entry(BOOL, STATE, I64, I64)(moves.fits)
 _add = entry(I64, STATE, I64, I64, F64, F64, F64, I64)(moves.add)
 _take_no_more = entry(VOID, STATE, I64)(moves.take_no_more)
@@ -251,6 +252,8 @@ class Scheduler:
         self.note_preempted()
         if not count:
             return None
+        if s.now[DRAFTING]:
+            _say_why(self.handle)
         counts = s.now.tolist()
         number = counts[NEXT_BATCH] - 1
         step = s.steps[number % self.pipeline, :, :count]

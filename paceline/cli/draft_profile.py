@@ -16,11 +16,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import yaml
 from rich.progress import Progress
 from rich.table import Table
 
 from paceline.cli.drafting import Drafting
-from paceline.cli.sources import default_name
+from paceline.cli.fleet_file import Speculation
 from paceline.core.batch import Batch
 from paceline.core.request import SamplingParams
 from paceline.core.work import SliceOutput
@@ -55,7 +56,8 @@ class Counts:
 class DraftResult:
     """One draft at one temperature. Times in steps of the target alone."""
 
-    draft: str
+    draft: str  # as a fleet file says it
+    quantization: str | None
     temperature: float
     acceptance: float  # of tokens whose predecessors stayed
     cost: float  # of a drafted token
@@ -64,12 +66,16 @@ class DraftResult:
     measured: float  # at the best K
 
     @property
+    def label(self) -> str:
+        return self.draft + f", quantization: {self.quantization}" * (self.quantization is not None)
+
+    @property
     def best(self) -> int:
         return max(self.predicted, key=lambda depth: self.predicted[depth])
 
 
 def profile_drafts(
-    path: Path, name: str, drafters: list[Drafting], text: str, rounds: int, limits: dict[str, Any], bars: Progress
+    path: Path, name: str, drafts: list[Speculation], text: str, rounds: int, limits: dict[str, Any], bars: Progress
 ) -> list[DraftResult]:
     """Loads the model with each draft in turn, and measures. Raises ValueError for a text that is too short."""
     from paceline.engine.runner import ModelRunner
@@ -78,21 +84,19 @@ def profile_drafts(
     if len(tokens) < PROMPT_TOKENS:
         raise ValueError(f"text: has {len(tokens)} tokens, fewer than the {PROMPT_TOKENS} of a prompt")
     results: list[DraftResult] = []
-    for one in drafters:
-        label = str(one.drafter._replace(path=one.drafter.path and default_name(one.drafter.path)))
-        label += f", quantization: {one.quantization}" if one.quantization else ""
-        loading = bars.add_task(f"loading {name}, {label}", total=None)
+    for one in drafts:
+        drafting = Drafting.of(one, limits["device"])
+        loading = bars.add_task(f"loading {name}, {one.drafter}", total=None)
         room = {"max_batch_tokens": 256, "max_batch": 1, "num_blocks": 32}
         runner = ModelRunner.load(
             path,
-            drafter=str(one.drafter),
-            early_exit_layers=one.early_exit_layers,
-            draft_quantization=one.quantization,
+            drafter=str(drafting.drafter),
+            draft_quantization=drafting.quantization,
             progress=lambda done, total, task=loading: bars.update(task, completed=done, total=total),  # type: ignore[misc]
             **room | limits,
         )
-        measuring = bars.add_task(f"measuring {label}", total=len(TEMPERATURES) * (2 + 2 * rounds))
-        results += measure(runner, label, prompts(tokens), rounds, lambda task=measuring: bars.advance(task))  # type: ignore[misc]
+        measuring = bars.add_task(f"measuring {one.drafter}", total=len(TEMPERATURES) * (2 + 2 * rounds))
+        results += measure(runner, one, prompts(tokens), rounds, lambda task=measuring: bars.advance(task))  # type: ignore[misc]
         runner.release()
     return results
 
@@ -109,7 +113,7 @@ def standard_text() -> str:
 
 
 def measure(
-    runner: "ModelRunner", draft: str, texts: list[list[int]], rounds: int, progress: Callable[[], None]
+    runner: "ModelRunner", draft: Speculation, texts: list[list[int]], rounds: int, progress: Callable[[], None]
 ) -> Iterable[DraftResult]:
     """What this draft is worth at each temperature; `progress` is called 2 + 2 * rounds times for each."""
     for temperature in TEMPERATURES:
@@ -133,7 +137,8 @@ def measure(
                 progress()
             ratios.append(pair[0] / pair[1])
         acceptance = float(seen.kept.sum() / max(1, seen.tried.sum()))
-        yield DraftResult(draft, temperature, acceptance, cost, widths, predicted, median(ratios))
+        name = draft.drafter, draft.quantization
+        yield DraftResult(*name, temperature, acceptance, cost, widths, predicted, median(ratios))
 
 
 def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: float) -> Counts:
@@ -197,29 +202,29 @@ def table(results: list[DraftResult]) -> Table:
     for one in results:
         numbers = f"{one.acceptance:.2f}", f"{one.cost:.3f}", str(one.best)
         speed_ups = f"{one.predicted[one.best]:.2f}x", f"{one.measured:.2f}x"
-        out.add_row(one.draft, f"{one.temperature:g}", *numbers, *speed_ups)
+        out.add_row(one.label, f"{one.temperature:g}", *numbers, *speed_ups)
     return out
 
 
 def advice(results: list[DraftResult]) -> str:
     """The draft that is best over all temperatures, as lines for a fleet file."""
-    drafts = list(dict.fromkeys(one.draft for one in results))
-    mean = {
-        draft: float(np.exp(np.mean([np.log(one.measured) for one in results if one.draft == draft])))
-        for draft in drafts
-    }
+    drafts = list(dict.fromkeys((one.draft, one.quantization) for one in results))
+    of = {draft: [one for one in results if (one.draft, one.quantization) == draft] for draft in drafts}
+    mean = {draft: float(np.exp(np.mean([np.log(one.measured) for one in some]))) for draft, some in of.items()}
     best = max(drafts, key=lambda draft: mean[draft])
     if mean[best] <= 1:
         return "no draft pays for one request at a time: speculation: {drafter: none}"
-    most = max(one.best for one in results if one.draft == best)
-    return f"best: {mean[best]:.2f}x on average with  speculation: {{drafter: {best}, max_draft_tokens: {most}}}"
+    keys = {"drafter": best[0], "quantization": best[1], "max_draft_tokens": max(one.best for one in of[best])}
+    keys = {key: value for key, value in keys.items() if value is not None}
+    line = yaml.safe_dump(keys, default_flow_style=True, sort_keys=False, width=10_000).strip()
+    return f"best: {mean[best]:.2f}x on average with  speculation: {line}"
 
 
 def draw(figure: Any, results: list[DraftResult], path: Path, name: str) -> None:
     """Speed-up over K, predicted, one line a draft and temperature, and the measured point of each."""
     axes = figure.subplots()
     for one in results:
-        (line,) = axes.plot(one.predicted.keys(), one.predicted.values(), label=f"{one.draft}, T = {one.temperature:g}")
+        (line,) = axes.plot(one.predicted.keys(), one.predicted.values(), label=f"{one.label}, T = {one.temperature:g}")
         axes.plot([one.best], [one.measured], "o", color=line.get_color())
     axes.axhline(1.0, color="gray", linewidth=0.8)
     axes.set(xlabel="drafted tokens K", ylabel="speed-up", title=f"{name}: predicted (lines), measured (dots)")

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from paceline.cli import fleet_file
 from paceline.cli.planning import (
+    DEFAULT_POLICY,
     FEWEST,
     Planned,
     check_parent,
@@ -52,6 +53,10 @@ def plan(
         int | None, typer.Option(min=0, help=f"Requests to simulate in local search; default {EFFORT:.0e} a cell.")
     ] = None,
     dispatch: Annotated[str, typer.Option(help=f"Of one-shot requests: {', '.join(RULES)}.")] = "finish",
+    policy: Annotated[str, typer.Option(help="How steps are composed (docs/batching.md).")] = DEFAULT_POLICY,
+    token_budget: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a step; default: by the model's profile, or 512.")
+    ] = None,
     quiet: Annotated[bool, typer.Option(help="Without the reasons.")] = False,
     watch: Annotated[
         str | None, typer.Option(help="URL of a Paceline server: plan for its traffic of late, again and again.")
@@ -68,7 +73,7 @@ def plan(
         raise ValueError("duration: is of workloads, and --trace or --watch has its own")
     if trace and watch:
         raise ValueError("trace, watch: one of them, not both")
-    options = (profile, out, devices, memory, duration, seed, seeds, effort, dispatch, quiet)
+    options = (profile, out, devices, memory, duration, seed, seeds, effort, dispatch, policy, token_budget, quiet)
     if watch is None:
         make(fleet, trace, *options)
         return
@@ -119,12 +124,14 @@ def make(
     seeds: int,
     effort: int | None,
     dispatch: str,
+    policy: str,
+    token_budget: int | None,
     quiet: bool,
     running: Placement | None = None,
 ) -> None:
     """Plans, prints the placement and why, and writes it; and what would change of one that is `running`."""
     file = fleet_file.load(fleet)
-    known = planned(file, profile, None, devices, memory)
+    known = planned(file, profile, None, devices, memory, policy, token_budget)
     expected = traffic(file, known, trace, duration, seed)
     problem = known.problem(expected, dispatch)
     begin, cpu = time.perf_counter(), time.process_time()

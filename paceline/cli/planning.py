@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from paceline.batching import policies
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
@@ -18,6 +19,7 @@ from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile
 from paceline.cli.goals import goal_budget
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import resolve
+from paceline.controller import GroupConfig
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Cluster, Group, Parallel, Placement
 from paceline.core.request import SLO
@@ -37,6 +39,7 @@ from paceline.workload.trace import Trace, load
 REQUESTS = 10_000  # that a workload is made of, about, unless a duration is given
 STEPWISE_REQUESTS = 2000  # likewise of autoregressive models, whose steps are simulated one by one
 FEWEST = 50  # requests of late, below which traffic is not known
+DEFAULT_POLICY, DEFAULT_WIDTH = GroupConfig().policy, SchedulerConfig().token_budget  # as `serve` has them
 PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody measured shapes
 
 
@@ -119,6 +122,8 @@ class Planned:
     models: list[SimulatedModel]
     cluster: Cluster
     error: dict[str, float] | None  # of the profile's predictions
+    limits: SchedulerConfig = SchedulerConfig()  # of steps
+    policy: str = DEFAULT_POLICY
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,7 +153,7 @@ class Planned:
         return Problem(
             cluster or self.cluster, tables, slo, trace.arrivals, trace.models, rule, reserve=reserve,
             kinds=[int(model.by_steps is not None) for model in self.models],
-            judge=judge(self.models, trace, self.cluster.memory) if self.stepwise else None,
+            judge=judge(self.models, trace, self.cluster.memory, self.limits, self.policy) if self.stepwise else None,
         )  # fmt: skip
 
     def _table(self, m: int, model: SimulatedModel, trace: Trace) -> ModelTable:
@@ -174,22 +179,27 @@ def planned(
     threads: int | None = None,
     devices: int | None = None,
     memory: str | int | None = None,
+    policy: str = DEFAULT_POLICY,
+    token_budget: int | None = None,
 ) -> Planned:
     """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores.
-    `devices` and `memory`: instead of the fleet file's. Raises ValueError naming what is missing."""
+    `devices` and `memory`: instead of the fleet file's. `policy` and `token_budget` are those of `paceline serve`.
+    Raises ValueError naming what is missing."""
+    policies.policy(policy)
     threads = threads or profile_cache.threads_of(fleet.cluster.count)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
-    models = [_model(entry, file, errors, threads) for entry in fleet.models]
+    models = [_model(entry, file, errors, threads, token_budget) for entry in fleet.models]
     instead = {key: value for key, value in (("devices", devices), ("memory", memory)) if value is not None}
     cluster = _cluster(fleet.cluster.model_copy(update=instead))
     if not any(model.step_time for model in models):  # texts go one by one, as AlpaServe has it, and fast
         models = [replace(model, text_time=None) for model in models]
-    return Planned(models, cluster, errors or None)
+    limits = SchedulerConfig() if token_budget is None else SchedulerConfig(token_budget)
+    return Planned(models, cluster, errors or None, limits, policy)
 
 
 def _model(
-    entry: Entry, file: PlanningProfile | None, errors: dict[str, float], threads: int | None
+    entry: Entry, file: PlanningProfile | None, errors: dict[str, float], threads: int | None, width: int | None
 ) -> SimulatedModel:
     """`errors` are of predictions: the largest of the profiles that are used."""
     slo = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
@@ -201,7 +211,7 @@ def _model(
             there = f"it has {', '.join(known)}" if file else "give --profile FILE"
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
         live = known[name].live or LiveEntry()
-        found = _as_served(_from_profile(entry.name, known[name], slo, errors.get("p95", 0.0)), live)
+        found = _as_served(_from_profile(entry.name, known[name], slo, errors.get("p95", 0.0), width), live)
         return _drafting(found, entry, threads, live)
     path = resolve(entry.source)
     one_shot = is_encoder(path)
@@ -217,13 +227,20 @@ def _model(
         errors[name] = max(errors.get(name, 0.0), value)
     if found is None:
         times, one, margin = text_times(kept)
-        step, budget = text_steps(times, SchedulerConfig().token_budget, margin)
+        step, budget = text_steps(times, width or DEFAULT_WIDTH, margin)
         known_texts = SimulatedModel(_from_texts(entry, path, times, one), slo, budget=budget, text_time=step)
         return _drafting(known_texts, entry, threads, LiveEntry())
     floor = found.roofline
     table = _from_config(entry, path, floor.working_bytes)
-    budget = goal_budget(entry.name, found, SchedulerConfig().token_budget, slo.tbt)
+    budget = _budget(entry.name, found, slo, width)
     return _drafting(SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget), entry, threads, LiveEntry())
+
+
+def _budget(name: str, found: Profile, slo: SLO, width: int | None, share: float = 1.0) -> GoalBudget | None:
+    """As it is served with: where a `width` was asked for and there is no goal, steps are always that wide."""
+    if width is not None and slo.tbt is None:
+        return None
+    return goal_budget(name, found, width or DEFAULT_WIDTH, slo.tbt, share)
 
 
 def _kept(path: Path, quantization: str, threads: int | None) -> Path:
@@ -299,8 +316,8 @@ def _more_in_front(shape: ShapeTable, weight: int) -> ShapeTable:
     return replace(shape, stage_weight_bytes=(first + weight, *others))
 
 
-def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> SimulatedModel:
-    """`error`: P95 of the file's predictions."""
+def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float, width: int | None) -> SimulatedModel:
+    """`error`: P95 of the file's predictions; `width`: the token budget, if one was asked for."""
     shapes, shares = {}, {}
     for index, one in enumerate(entry.parallel):
         where, stages = f"profile: {name}.parallel.{index}", one.pipeline
@@ -326,7 +343,7 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> Simul
         table, whole, times = ModelTable(name, shapes), shapes.get(Parallel()), entry.texts()
         if times is None or whole is None or not whole.latency:
             return SimulatedModel(table, slo)
-        step, budget = text_steps(times, SchedulerConfig().token_budget, error)
+        step, budget = text_steps(times, width or DEFAULT_WIDTH, error)
         shares = {parallel: max(known.stage_latency[1]) / whole.latency for parallel, known in shapes.items()}
         return SimulatedModel(table, slo, budget=budget, shares=shares, text_time=step)
     try:
@@ -341,7 +358,7 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float) -> Simul
             part = -(-alone.stage_weight_bytes[0] // count)
             shapes[Parallel(count)] = ShapeTable((part,) * count, {1: (0.0,) * count}, alone.working_bytes)
     quickest = min(shares.get(one, 1 / one.devices) * one.pipeline for one in shapes)
-    budget = measured and goal_budget(name, measured, SchedulerConfig().token_budget, slo.tbt, quickest)
+    budget = measured and _budget(name, measured, slo, width, quickest)
     kv_bytes = int((entry.roofline or {}).get("kv_bytes", 0))
     return SimulatedModel(ModelTable(name, shapes), slo, step, kv_bytes, budget, shares)
 

@@ -1,7 +1,6 @@
 """`paceline profile`: measures a model's steps here, and says what follows for the token budget."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,9 +117,8 @@ def profile(
     if speculation:
         if text and not text.is_file():
             raise ValueError(f"text: {text} is not a file")
-        asked = [Drafting.of(Speculation(drafter=one), device) for one in drafts or ()]
-        drafters = [way for one in asked for way in _ways(one, quantization)] if device == "cpu" else asked
-        _drafts(path, name, drafters, text, 1 if quick else 3, limits, plot, json)
+        ways = [way for one in drafts or () for way in _ways(one, device, quantization)]
+        _drafts(path, name, ways, text, 1 if quick else 3, limits, plot, json)
         return
     limits |= {
         "max_batch_tokens": max(token_budget, max_batch), "max_batch": max_batch, "context": context,
@@ -130,17 +128,17 @@ def profile(
 
 
 def _drafts(
-    path: Path, name: str, drafters: list[Drafting], text: Path | None, rounds: int, limits: dict[str, Any],
+    path: Path, name: str, drafts: list[Speculation], text: Path | None, rounds: int, limits: dict[str, Any],
     plot: Path | None, json: Path | None,
 ) -> None:  # fmt: skip
     """What each way to draft is worth."""
     figure = _figure() if plot else None
     with _progress() as bars:
         told = text.read_text(encoding="utf-8") if text else draft_profile.standard_text()
-        results = draft_profile.profile_drafts(path, name, drafters, told, rounds, limits, bars)
+        results = draft_profile.profile_drafts(path, name, drafts, told, rounds, limits, bars)
     out = Console()
     out.print(draft_profile.table(results))
-    out.print(draft_profile.advice(results), highlight=False)
+    out.print(draft_profile.advice(results), highlight=False, markup=False, soft_wrap=True)
     if plot and figure:
         draft_profile.draw(figure, results, plot, name)
     if json:
@@ -189,10 +187,13 @@ def _steps(
     errors.print(f"kept in {kept}", highlight=False, soft_wrap=True)
 
 
-def _ways(drafting: Drafting, quantization: str) -> list[Drafting]:
-    """To draft so: a draft model in int8 and, if the target is not, as it is."""
-    plain = [replace(drafting, quantization="none")] if drafting.model and quantization == "none" else []
-    return [drafting, *plain]
+def _ways(draft: str, device: str, target: str) -> list[Speculation]:
+    """To draft so: on a CPU a draft model in int8 and, if the target is not, as it is."""
+    if draft == "none":
+        raise ValueError(f"speculation: {draft!r} drafts nothing; a draft is {FORMS}")
+    drafting = Drafting.of(Speculation(drafter=draft), device)
+    kinds = [drafting.quantization, *(["none"] if device == "cpu" and drafting.model and target == "none" else [])]
+    return [Speculation(drafter=draft, quantization=kind) for kind in kinds]  # type: ignore[arg-type]
 
 
 def _refuse(options: dict[str, Any], whose: str) -> None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import check_parent, load_placement, make_folder, planned
+from paceline.cli.planning import DEFAULT_POLICY, check_parent, load_placement, make_folder, planned
 from paceline.metrics.outcomes import report
 from paceline.placement.dispatch import RULES
 from paceline.placement.problem import ALPASERVE, ALPASERVE_EVENTS, Problem, Timing
@@ -29,6 +29,10 @@ def simulate(
     memory: Annotated[str | None, typer.Option(help="Of a device, such as 6GiB, instead of the fleet file's.")] = None,
     dispatch: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}, of one-shot requests.")] = "finish",
     timing: Annotated[str, typer.Option(help=f"One of {', '.join(TIMINGS)}: what is added to stages.")] = "plain",
+    policy: Annotated[str, typer.Option(help="How steps are composed (docs/batching.md).")] = DEFAULT_POLICY,
+    token_budget: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a step; default: by the model's profile, or 512.")
+    ] = None,
     plot: Annotated[bool, typer.Option(help="Draw timeline.png, too: what each stage ran when.")] = False,
 ) -> None:
     """Replay a trace on a placement.
@@ -40,7 +44,7 @@ def simulate(
     check_parent("out", out)
     if plot:
         picture()
-    known = planned(fleet_file.load(fleet), profile, memory=memory)
+    known = planned(fleet_file.load(fleet), profile, memory=memory, policy=policy, token_budget=token_budget)
     where, requests = load_placement(placement), load(trace).named(known.names)
     used = [device for group in where.groups for device in group.devices]
     if used and max(used) >= known.cluster.devices:
@@ -58,7 +62,7 @@ def simulate(
             "device, less those of a step; fewer models, more devices, or memory in the fleet file's cluster"
         )
     make_folder("out", out)
-    result = run(known.models, where, requests, problem, known.cluster.memory)
+    result = run(known.models, where, requests, problem, known.cluster.memory, known.limits, known.policy)
     result.outcomes.save(out / "requests.csv", known.goals)
     summary = report(result.outcomes, known.goals, result.devices(where)) | {"prediction_error": known.error}
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+# who drafted, as outputs and metrics say it: nobody, nobody for a drafter failed, or a kind of drafter
+NOBODY, ERROR, NGRAM, MODEL, EARLY_EXIT, TRIGRAM = DRAFTERS = ("", "error", "ngram", "model", "early_exit", "trigram")
 FORMS = "ngram, early_exit, trigram:FILE or a model's source; ngram+ before the others has n-grams tried first"
 
 

@@ -15,7 +15,8 @@ class Lookahead(Protocol):
 
         `numbers` [slots, NUM_COLUMNS] are the sequences; `running` the slots whose decodes the step takes where they
         are ready; `pending` prompt tokens wait, of which the step takes what the `budget` (tokens) leaves. `goal`:
-        seconds that its decodes may take with their drafts, if they can be done in that time without any.
+        seconds that its decodes may take with their drafts, if they can be done in that time without any. Of those for
+        whom nothing is to be drafted it may enter why, as `HELD_BACK`.
         """
         ...
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from paceline.core.drafter_name import NOBODY
 from paceline.core.request import SamplingParams
 
 
@@ -59,6 +60,7 @@ class SliceOutput(NamedTuple):
     num_draft: int = 0  # tokens drafted
     num_accepted: int = 0  # of those, emitted
     embedding: bytes = b""  # float32, little endian; an encoder's, whose one token stands for it
+    drafter: str = NOBODY  # who drafted them, of `drafter_name.DRAFTERS`
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.drafter_name import MODEL, NGRAM, NOBODY
 from paceline.engine import sampler
 from paceline.engine.job import Job, in_parts
 from paceline.engine.keyed_random import DRAFT, lane_key
@@ -30,7 +31,8 @@ class Drafter(Protocol):
     """Drafts for the sequences of a step, all together."""
 
     def propose(self, jobs: Seq[Job]) -> None:
-        """Before the target computes these slices: fills in `draft` where it is empty, at most `work.num_draft` each.
+        """Before the target computes these slices: fills in `draft` where it is empty, at most `work.num_draft` each,
+        and `drafter`.
 
         Where a draft was chosen at random and is to be judged by rejection, `draft_rows` says from which distributions.
         """
@@ -48,6 +50,7 @@ class PromptLookup:
         for job in jobs:
             if job.undrafted:
                 job.draft = ngram.propose(np.frombuffer(job.sequence.tokens, np.int64), job.work.num_draft)
+                job.drafter = NGRAM if job.draft else NOBODY
 
     def settle(self, jobs: Seq[Job]) -> None:
         pass
@@ -101,9 +104,12 @@ class Distributions(Protocol):
 class TokenByToken:
     """Drafts by a model, to which any token of a sequence may be shown without those before it."""
 
-    def __init__(self, model: Distributions, logit_rows: int, guess: Guess | None = None) -> None:
-        """`logit_rows`: logits at a time; `guess`: what the model may draft, to be looked at in the same pass."""
-        self.model, self.logit_rows, self.guess = model, logit_rows, guess
+    def __init__(
+        self, model: Distributions, logit_rows: int, guess: Guess | None = None, name: str = MODEL
+    ) -> None:  # fmt: skip
+        """`logit_rows`: logits at a time; `guess`: what the model may draft, to be looked at in the same pass; `name`:
+        one of `DRAFTERS`."""
+        self.model, self.logit_rows, self.guess, self.name = model, logit_rows, guess, name
 
     def propose(self, jobs: Seq[Job]) -> None:
         kept, parts = 0, self._first(jobs)
@@ -119,6 +125,7 @@ class TokenByToken:
                 parts = [self._behind(job) for job in self._draw(ready, rows) if self._goes_on(job)]
         finally:
             for job in drafting:
+                job.drafter = self.name if job.draft else NOBODY
                 for token in reversed(job.draft):
                     job.sequence.state.forget(token)
 

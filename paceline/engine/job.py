@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from paceline.core.drafter_name import NOBODY
 from paceline.core.request import SamplingParams
 from paceline.core.work import SliceOutput, SliceWork, TokenLogprobs
 from paceline.engine.attention import SliceSpan
@@ -40,6 +41,7 @@ class Job:
     span: SliceSpan | None = None
     draft: list[int] = field(default_factory=list)
     draft_rows: list[Tensor] = field(default_factory=list)  # log-probabilities that those were drawn from, to judge by
+    drafter: str = NOBODY  # whose draft it is, or `ERROR`
     accepted: int = 0  # of the draft
     begin: int = 0  # where its rows are among the step's hidden states
     first_row: int = 0  # and its logits among those of its part
@@ -66,7 +68,8 @@ class Job:
     def output(self) -> SliceOutput:
         if self.error:
             return SliceOutput([], error=self.error)
-        return SliceOutput(self.tokens, self.logprobs, self.prompt_logprobs, "", len(self.draft), self.accepted)
+        counts = {"num_draft": len(self.draft), "num_accepted": self.accepted, "drafter": self.drafter}
+        return SliceOutput(self.tokens, self.logprobs, self.prompt_logprobs, **counts)
 
     def take(self, token: int, logprob: TokenLogprobs | None) -> bool:
         """Emits a token; True where the next row counts too, since it was computed behind this very token."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from paceline.core.cluster import Parallel
+from paceline.core.drafter_name import DRAFTERS
 from paceline.engine import exchange, machine
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.exchange import Exchange
@@ -272,21 +273,22 @@ class Peers:
         width = max(job.work.num_draft for job in asked)
         answers = self.place.answers
         if self.place.number == 0:
+            heads = [[len(job.draft), len(job.draft_rows), DRAFTERS.index(job.drafter)] for job in asked]
             lines = [
-                [len(job.draft), len(job.draft_rows), *job.draft, *[0] * (width - len(job.draft))] for job in asked
+                [*head, *job.draft, *[0] * (width - len(job.draft))] for head, job in zip(heads, asked, strict=True)
             ]
-            table = torch.tensor([[int(seconds * 1e9), *[0] * (1 + width)], *lines], device=self.device)
+            table = torch.tensor([[int(seconds * 1e9), *[0] * (2 + width)], *lines], device=self.device)
             for other in range(1, self.place.parallel.devices):
                 self._send(table, other)
             rows = [row for job in asked for row in job.draft_rows]
             if rows and answers:
                 self._send(torch.stack(rows), answers)
             return seconds
-        table = torch.empty(1 + len(asked), 2 + width, dtype=torch.int64, device=self.device)
+        table = torch.empty(1 + len(asked), 3 + width, dtype=torch.int64, device=self.device)
         self._receive(table, 0)
         (nanoseconds, *_), *lines = table.tolist()
-        for job, (count, _, *tokens) in zip(asked, lines, strict=True):
-            job.draft = tokens[:count]
+        for job, (count, _, drafter, *tokens) in zip(asked, lines, strict=True):
+            job.draft, job.drafter = tokens[:count], DRAFTERS[drafter]
         total = sum(line[1] for line in lines)
         if total and self.place.number == answers:
             every = torch.empty(total, vocabulary, device=self.device)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.drafter_name import EARLY_EXIT, ERROR, TRIGRAM
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, verdict
 from paceline.engine.attention import SliceSpan
@@ -153,9 +154,9 @@ class ModelRunner:
             decoders.append(decoders[0].first(models.exit_layers))
             caches.append(caches[0].first(models.exit_layers))
             model = DecoderModel(decoders[1], caches[1], runner._progress)
-            runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose)
+            runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose, EARLY_EXIT)
         elif models.table is not None:
-            runner.drafter = TokenByToken(TrigramModel(models.table, device), LOGIT_ROWS)
+            runner.drafter = TokenByToken(TrigramModel(models.table, device), LOGIT_ROWS, name=TRIGRAM)
         if device != "cpu":
             with torch.inference_mode():
                 for decoder, cache in zip(decoders, caches, strict=True):
@@ -270,7 +271,7 @@ class ModelRunner:
             except Exception as error:
                 self._complain(f"steps go without drafts: {type(error).__name__}: {error}")
                 for job in drafted_for:
-                    job.draft, job.draft_rows = [], []
+                    job.draft, job.draft_rows, job.drafter = [], [], ERROR
         self.draft_s = perf_counter() - started
         if self.peers:
             self.draft_s = self.peers.share_drafts(jobs, self.draft_s, self.decoder.config.vocab_size)
@@ -374,7 +375,7 @@ class ModelRunner:
                 self._judge([job], logits)
             if len(jobs) == 1:  # as if nothing had been drafted
                 job = jobs[0]
-                job.draft, job.draft_rows = [], []
+                job.draft, job.draft_rows, job.drafter = [], [], ERROR
                 self._sample([job], logits[job.first_row : job.first_row + 1])
             return
         for job, (kept, last) in zip(jobs, verdicts, strict=True):

@@ -61,13 +61,19 @@ class Sink(Protocol):
         ...
 
 
-class Drafted(NamedTuple):
-    """What one decode of a sequence that may draft did in a step. Tokens."""
+# by `core.request.HELD_BACK`; then the engine found nothing, or failed to draft; the request wants no drafts; the draft
+# model could not be loaded
+IDLE = ("unpaid", "latency_goal", "budget", "last_token", "memory", "nothing_found", "error", "opted_out", "no_drafter")
 
-    asked: int = 0  # 0: held back, for it would not pay or there was no room
+
+class Drafted(NamedTuple):
+    """What one decode of a model that is drafted for did in a step. Tokens."""
+
+    idle: str = ""  # why nothing was drafted, one of `IDLE`
+    drafter: str = ""  # one of `core.drafter_name.DRAFTERS`
     drafted: int = 0
     accepted: int = 0
-    off: str = ""  # why nobody could draft
+    emitted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from itertools import takewhile
 
 from paceline.batching.budget import GoalBudget
 from paceline.core.batch import Batch, StepResult, StepShape
+from paceline.core.drafter_name import ERROR
 from paceline.core.events import Advance, Back, Cancel, Complete, Lost
 from paceline.core.protocols import Lookahead
-from paceline.core.request import NO_SLO, SLO
+from paceline.core.request import HELD_BACK, NO_SLO, SLO
 from paceline.core.work import EngineInfo, SliceOutput
-from paceline.runtime.api import Drafted, StepRecord
+from paceline.runtime.api import IDLE, Drafted, StepRecord
 from paceline.runtime.driver import Driver
 from paceline.runtime.messages import GiveBack, Load, Step, StepDone, Unload
 from paceline.runtime.sequence import RunningSequence
@@ -257,10 +258,9 @@ class ModelGroup:
             return
         seq.crashes = 0
         batch = flight.batch
-        if index < batch.num_decodes and self.config.max_draft_tokens and seq.params.max_draft_tokens != 0:
-            asked = batch.drafts[index] if batch.drafts else 0
-            off = "no_drafter" if self.undrafted else ""
-            flight.drafts.append(Drafted(asked, output.num_draft, output.num_accepted, off))
+        if index < batch.num_decodes and self.config.max_draft_tokens:
+            known = Drafted("no_drafter") if self.undrafted else _drafted(batch, index, seq, output)
+            flight.drafts.append(known)
         if output.prompt_logprobs:
             output = seq.fresh_prompt_logprobs(output, flight.batch.starts[index])
         finish = seq.take(output)
@@ -316,6 +316,16 @@ class ModelGroup:
         if self.driver:
             self.driver.post(Cancel(seq.id))
         seq.sink.fail(reason)
+
+
+def _drafted(batch: Batch, index: int, seq: RunningSequence, output: SliceOutput) -> Drafted:
+    if output.num_draft:
+        return Drafted("", output.drafter, output.num_draft, output.num_accepted, len(output.tokens))
+    if seq.params.max_draft_tokens == 0:
+        return Drafted("opted_out")
+    if batch.drafts and batch.drafts[index]:
+        return Drafted("error" if output.drafter == ERROR else "nothing_found")
+    return Drafted(IDLE[batch.sequences[index].row[HELD_BACK]])
 
 
 def _must_wait(flight: Flight, before: Flight) -> bool:

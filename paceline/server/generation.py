@@ -114,8 +114,7 @@ class Choice:
     def _push(self, output: SliceOutput, finish: str | None) -> bool:
         self.prompt_logprobs += output.prompt_logprobs
         self.drafted += output.num_draft
-        self.accepted += output.num_accepted
-        tokens = output.tokens
+        tokens, before = output.tokens, self.completion_tokens
         if not tokens and finish is None:
             return False
         if not self.started:
@@ -131,6 +130,7 @@ class Choice:
                 text += self._detokenizer.flush()
             if text:
                 self._text.append(text)
+        self.accepted += min(output.num_accepted, self.completion_tokens - before)  # a stop string may have cut the run
         if finish is not None:
             self.finish_reason = finish
             self._owner.ended(self)

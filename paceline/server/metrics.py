@@ -23,13 +23,14 @@ from prometheus_client.registry import Collector
 from paceline.core.events import Emitted, Event
 from paceline.core.request import MAX_DRAFT_TOKENS
 from paceline.latency.step_time import WIDTHS
-from paceline.runtime.api import Drafted, GroupLoad, StepRecord
+from paceline.runtime.api import IDLE, Drafted, GroupLoad, StepRecord
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0)
 RELATIVE = (0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)  # errors, as fractions
 LENGTHS = tuple(map(float, range(MAX_DRAFT_TOKENS + 1)))
+YIELDS = (*LENGTHS[1:], LENGTHS[-1] + 1)
 PARTS = ("draft", "forward", "sample", "schedule", "messages", "output")
 PROFILED = ("predicted", "engine", "overhead")
 PACES = tuple(round(0.5 * 2 ** (n / 8), 4) for n in range(33))  # of steps, over what is profiled
@@ -74,32 +75,21 @@ class ModelMetrics:
 
 
 class DraftMetrics:
-    """What became of a group's drafts, counted in decodes of sequences that may draft."""
+    """What became of one drafter's drafts for a group. By place: the first token of a decode is 0."""
 
     def __init__(self) -> None:
-        self.idle = {"held_back": 0, "nothing_found": 0, "no_drafter": 0}  # decodes without a draft
         self.lengths = Histogram(LENGTHS)  # of drafts
-        self.accepted = 0
-        self.drafted_at = [0] * MAX_DRAFT_TOKENS  # by place in the draft
-        self.accepted_at = [0] * MAX_DRAFT_TOKENS
+        self.yields = Histogram(YIELDS)  # tokens of decodes with a draft
+        self.drafted_at, self.accepted_at, self.emitted_at = ([0] * (MAX_DRAFT_TOKENS + 1) for _ in range(3))
 
     def add(self, one: Drafted) -> None:
-        if not one.drafted:
-            self.idle[one.off or ("nothing_found" if one.asked else "held_back")] += 1
-            return
         self.lengths.observe(one.drafted)
-        self.accepted += one.accepted
-        for place in range(one.drafted):
-            self.drafted_at[place] += 1
-            self.accepted_at[place] += place < one.accepted
-
-    @property
-    def num_drafts(self) -> int:
-        return self.drafted_at[0]
-
-    @property
-    def drafted(self) -> int:
-        return sum(self.drafted_at)
+        self.yields.observe(one.emitted)
+        for count, places in (
+            (one.drafted, self.drafted_at), (one.accepted, self.accepted_at), (one.emitted, self.emitted_at),
+        ):  # fmt: skip
+            for place in range(count):
+                places[place] += 1
 
 
 class _Open:
@@ -122,7 +112,10 @@ class Metrics:
         self.parts: dict[int, list[float]] = defaultdict(lambda: [0.0] * len(PARTS))
         self.steps: dict[int, int] = defaultdict(int)
         self.cached: dict[int, int] = defaultdict(int)
-        self.drafts: dict[int, DraftMetrics] = defaultdict(DraftMetrics)
+        self.drafts: dict[tuple[int, str], DraftMetrics] = defaultdict(DraftMetrics)  # by group and drafter
+        self.idle: dict[int, dict[str, int]] = defaultdict(lambda: dict.fromkeys(IDLE, 0))  # decodes without a draft
+        self.verified: dict[int, int] = defaultdict(int)  # steps with drafts
+        self.drafting_s: dict[int, dict[str, float]] = defaultdict(lambda: {"draft": 0.0, "verify": 0.0})
         self.prediction: dict[int, Histogram] = defaultdict(lambda: Histogram(RELATIVE))
         self.paces: dict[tuple[int, int], Histogram] = defaultdict(lambda: Histogram(PACES))  # by group and width
         self.profiled: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0] * len(PROFILED))
@@ -175,8 +168,8 @@ class Metrics:
         parts[3] += record.schedule_s
         parts[4] += record.messages_s
         parts[5] += record.output_s
-        for one in record.drafts:
-            self.drafts[group].add(one)
+        if record.drafts:
+            self._on_drafts(record)
         if record.predicted_s is not None:
             actual = record.forward_s + record.sample_s
             self.prediction[group].observe(abs(record.predicted_s / actual - 1))
@@ -186,6 +179,20 @@ class Metrics:
                 self.paces[group, width].observe(took / record.profiled_s)
                 known = record.profiled_s, took, record.schedule_s + record.messages_s
                 self.profiled[group, width] = [a + b for a, b in zip(self.profiled[group, width], known, strict=True)]
+
+    def _on_drafts(self, record: StepRecord) -> None:
+        group, drafted = record.group, False
+        for one in record.drafts:
+            if one.drafted:
+                self.drafts[group, one.drafter].add(one)
+                drafted = True
+            else:
+                self.idle[group][one.idle] += 1
+        if drafted:
+            self.verified[group] += 1
+            seconds = self.drafting_s[group]
+            seconds["draft"] += record.draft_s
+            seconds["verify"] += record.forward_s - record.draft_s + record.sample_s
 
     # From the routes
 
@@ -263,9 +270,8 @@ class _Samples(Collector):
             for part, value in zip(PROFILED, sums, strict=True):
                 profiled.add_metric([str(group), self._load[group].model, str(width), part], value)
         yield profiled
-        errors = {str(group): histogram for group, histogram in m.prediction.items()}
         text = "|predicted - measured| / measured of steps, where there is a profile."
-        yield _histograms("paceline_step_prediction_error", text, "group", errors)
+        yield _histograms("paceline_step_prediction_error", text, ["group"], m.prediction)
 
     def _loads(self) -> Iterator[Metric]:
         """Bytes over seconds are what a swap reaches."""
@@ -278,29 +284,36 @@ class _Samples(Collector):
         yield from (seconds, size)
 
     def _drafts(self, prefix: str) -> Iterator[Metric]:
-        drafts, prefix = self._metrics.drafts, prefix + "spec_decode_"
+        m, prefix, labels = self._metrics, prefix + "spec_decode_", ["group", "drafter"]
         for name, text, get in (
-            ("num_drafts", "Decodes with a draft.", lambda one: one.num_drafts),
-            ("num_draft_tokens", "Tokens drafted.", lambda one: one.drafted),
-            ("num_accepted_tokens", "Of those, emitted.", lambda one: one.accepted),
+            ("num_drafts", "Decodes with a draft.", lambda one: one.drafted_at[0]),
+            ("num_draft_tokens", "Tokens drafted.", lambda one: sum(one.drafted_at)),
+            ("num_accepted_tokens", "Of those, emitted.", lambda one: sum(one.accepted_at)),
         ):
-            values = {group: get(one) for group, one in drafts.items()}
-            yield _family(CounterMetricFamily, prefix + name, text, ["group"], values)
-        places = {"num_draft_tokens_per_pos": "drafted_at", "num_accepted_tokens_per_pos": "accepted_at"}
-        for name, field in places.items():
-            family = CounterMetricFamily(prefix + name, "By place in the draft.", labels=["group", "position"])
-            for group, one in drafts.items():
-                for place, count in enumerate(getattr(one, field)):
-                    if one.drafted_at[place]:
-                        family.add_metric([str(group), str(place)], count)
-            yield family
-        idle = CounterMetricFamily(prefix + "idle", "Decodes without a draft, by reason.", labels=["group", "reason"])
-        for group, one in drafts.items():
-            for reason, count in one.idle.items():
-                idle.add_metric([str(group), reason], count)
-        yield idle
-        lengths = {str(group): one.lengths for group, one in drafts.items()}
-        yield _histograms(prefix + "draft_length", "Tokens of a draft.", "group", lengths)
+            values = {key: get(one) for key, one in m.drafts.items()}
+            yield _family(CounterMetricFamily, prefix + name, text, labels, values)
+        for name, text, field in (
+            ("num_draft_tokens_per_pos", "Tokens drafted, by place in the draft.", "drafted_at"),
+            ("num_accepted_tokens_per_pos", "Of those, emitted.", "accepted_at"),
+            ("num_emitted_tokens_per_pos", "Tokens of decodes with a draft, by place among them.", "emitted_at"),
+        ):
+            values = {
+                (*key, place): count
+                for key, one in m.drafts.items()
+                for place, count in enumerate(getattr(one, field))
+                if one.drafted_at[place] or count
+            }
+            yield _family(CounterMetricFamily, prefix + name, text, [*labels, "position"], values)
+        idle = {(group, reason): count for group, some in m.idle.items() for reason, count in some.items()}
+        text = "Decodes without a draft, by reason."
+        yield _family(CounterMetricFamily, prefix + "idle", text, ["group", "reason"], idle)
+        lengths, yields = ({key: getattr(one, name) for key, one in m.drafts.items()} for name in ("lengths", "yields"))
+        yield _histograms(prefix + "draft_length", "Tokens of a draft.", labels, lengths)
+        yield _histograms(prefix + "tokens_per_step", "Tokens of a decode with a draft.", labels, yields)
+        yield _family(CounterMetricFamily, prefix + "steps", "Steps with drafts.", ["group"], m.verified)
+        seconds = {(group, part): value for group, sums in m.drafting_s.items() for part, value in sums.items()}
+        text = "Seconds in the engine of steps with drafts: of drafting, and of all else."
+        yield _family(CounterMetricFamily, prefix + "seconds", text, ["group", "part"], seconds)
 
     def _named(self) -> dict[str, ModelMetrics]:
         """Metrics by model; sequences that no route told of, if any, under the empty name."""
@@ -322,9 +335,9 @@ class _Samples(Collector):
                 success.add_metric([name, reason], count)
         yield success
         first, whole = prefix + "time_to_first_token_seconds", prefix + "e2e_request_latency_seconds"
-        yield _histograms(first, "Arrival to first token.", label, {n: m.first_token for n, m in models.items()})
-        yield _histograms(prefix + between, "Between tokens.", label, {n: m.between for n, m in models.items()})
-        yield _histograms(whole, "Arrival to last token.", label, {n: m.whole for n, m in models.items()})
+        yield _histograms(first, "Arrival to first token.", [label], {n: m.first_token for n, m in models.items()})
+        yield _histograms(prefix + between, "Between tokens.", [label], {n: m.between for n, m in models.items()})
+        yield _histograms(whole, "Arrival to last token.", [label], {n: m.whole for n, m in models.items()})
 
     def _vllm_gauges(self) -> Iterator[Metric]:
         """Groups are summed up: vLLM counts per engine, and has one."""
@@ -337,7 +350,7 @@ class _Samples(Collector):
         yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens looked up.", value=queries)
         yield CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens found.", value=sum(m.cached.values()))
         between = {name: model.between for name, model in self._named().items()}
-        yield _histograms("vllm:time_per_output_token_seconds", "Between tokens.", "model_name", between)
+        yield _histograms("vllm:time_per_output_token_seconds", "Between tokens.", ["model_name"], between)
 
 
 def _family(
@@ -348,16 +361,21 @@ def _family(
     values: Mapping[Any, float],
 ) -> Metric:
     family = kind(name, text, labels=labels)
-    for label, value in values.items():
-        family.add_metric([str(label)], value)
+    for key, value in values.items():
+        family.add_metric(_labels(key), value)
     return family
 
 
-def _histograms(name: str, text: str, label: str, values: Mapping[str, Histogram]) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=[label])
-    for value, histogram in values.items():
-        family.add_metric([value], buckets=histogram.buckets(), sum_value=histogram.sum)
+def _histograms(name: str, text: str, labels: list[str], values: Mapping[Any, Histogram]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=labels)
+    for key, histogram in values.items():
+        family.add_metric(_labels(key), buckets=histogram.buckets(), sum_value=histogram.sum)
     return family
+
+
+def _labels(key: Any) -> list[str]:
+    """One label, or a tuple of them."""
+    return [str(label) for label in (key if isinstance(key, tuple) else (key,))]
 
 
 def usage(load: GroupLoad) -> float:

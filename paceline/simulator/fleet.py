@@ -258,7 +258,9 @@ def timeline(run: FleetRun) -> Iterator[tuple[str, Floats]]:
         yield f"group {g}, stage {k}", np.column_stack(columns)
 
 
-def judge(models: Sequence[SimulatedModel], trace: Trace, memory: int) -> Judge:
+def judge(
+    models: Sequence[SimulatedModel], trace: Trace, memory: int, limits: SchedulerConfig, policy: str
+) -> Judge:  # fmt: skip
     """Simulates models by their steps for a planner: requests that meet their goals, as `Problem.evaluate` counts."""
     known = {model.name: model for model in models}
 
@@ -279,7 +281,7 @@ def judge(models: Sequence[SimulatedModel], trace: Trace, memory: int) -> Judge:
             begin = end
         mine = [known[name] for name in names]
         try:
-            result = run(mine, Placement(tuple(groups)), some, problem, memory)
+            result = run(mine, Placement(tuple(groups)), some, problem, memory, limits, policy)
         except ValueError:
             return  # no room for keys and values: nobody is served
         outcomes = result.outcomes

@@ -28,7 +28,19 @@ from numba import njit, types
 from numpy.typing import NDArray
 
 from paceline.core.batch import AGAIN, follows
-from paceline.core.request import ASKED, COMPUTED, IN_FLIGHT, KNOWN, LIMIT, MAX_DRAFT_TOKENS, PROMPT
+from paceline.core.request import (
+    ASKED,
+    BY_BUDGET,
+    BY_TIME,
+    COMPUTED,
+    HELD_BACK,
+    IN_FLIGHT,
+    KNOWN,
+    LIMIT,
+    MAX_DRAFT_TOKENS,
+    PROMPT,
+    UNPAID,
+)
 from paceline.latency.step_time import StepTime
 from paceline.speculation.times import Times, width_of
 
@@ -90,7 +102,7 @@ class Lookahead:
 
         `running`: slots whose decodes the step takes where they are ready; `pending`: prompt tokens that wait, of which
         the step takes what the `budget`, in tokens, leaves. `goal`: seconds that its decodes may take with their
-        drafts, if they can be done in that time without any.
+        drafts, if they can be done in that time without any. For sequences without a draft `numbers` say why.
         """
         self._grow(len(numbers))
         pace = self.times.pace
@@ -280,17 +292,24 @@ def choose(  # type: ignore[no-untyped-def]
     for i in range(running.shape[0]):
         slot = running[i]
         chosen[slot] = 0
+        if survival[i, 0] > 0:
+            numbers[slot, HELD_BACK] = UNPAID
         if survival[i, 0] > 0 and unread[slot] > 1 and plain_s <= goal < np.inf:
             some = caught_up + unread[slot] - 1
             once = _seconds(draft_linear, draft_token, 0.0, decodes, 0) + _reading(draft_linear, decodes, some)
             if plain_s + slower[0] * once > goal:
                 survival[i] = 0.0
+                numbers[slot, HELD_BACK] = BY_TIME
             else:
                 caught_up = some
     plain, plain_s, best, best_s, late_s, drafting, threshold, depth = _best(
         survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context, draft_linear,
         draft_token, draft_context, verifying, slower, thresholds,
     )  # fmt: skip
+    if best == 0:  # not even the first token of one draft is within all limits
+        for i in range(running.shape[0]):
+            if survival[i, 0] > 0:
+                numbers[running[i], HELD_BACK] = BY_TIME if plain_s <= goal and decodes < budget else BY_BUDGET
     # what seems worse is tried where that costs no more than may be spent on it
     drafts_pay, cost = best > plain, 0.0
     if best > 0:

@@ -266,7 +266,41 @@ def test_models_with_steps_are_planned_by_simulating_them(folder):
     known = planned(fleet, folder / "profile.json")
     trace = traffic(fleet, known, None, 15.0, 0)
     assert known.stepwise and set(trace.outputs) == {64}
+    narrow = paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--duration", "15", "--seeds", "1",
+                      "--quiet", *instead, "--token-budget", "2")  # fmt: skip
+    assert "100.00%" not in narrow, "256 tokens of a prompt take 128 steps of 10 ms"
     assert load_placement(folder / "p.json").hosts("a")
+
+
+def test_steps_are_simulated_by_the_policy_and_as_wide_as_asked_for(folder):
+    """A long prompt beside a decode: whole it stalls the decode once, in narrow chunks never for long."""
+    linear, zero = (
+        [0.01 + 1e-4 * n for n in range(600)],
+        dict.fromkeys(("emit", "decode", "decode_context", "chunk", "chunk_context", "chunk_pair"), 0.0),
+    )
+    entry = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": {"linear": linear, **zero}}
+    (folder / "profile.json").write_text(json.dumps({"models": {"llm": entry}}))
+    (folder / "fleet.yaml").write_text(
+        "models: [{name: a, source: 'profile:llm'}]\ncluster: {devices: 1, memory: 5GiB}\n"
+    )
+    (folder / "p.json").write_text('{"groups": [{"devices": [0], "parallel": {}, "models": ["a"]}]}')
+    (folder / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,a,10,20\n0.05,a,500,2\n")
+    arguments = ["--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv", "--out", "r"]
+
+    def slowest(*options: str) -> float:
+        paceline(folder, "simulate", "fleet.yaml", *arguments, *options)
+        return json.loads((folder / "r/report.json").read_text())["tbt"]["p99"]
+
+    narrow, narrower = slowest("--token-budget", "64"), slowest("--token-budget", "8")
+    assert slowest("--policy", "orca") > 0.05 > 0.018 > narrow > narrower
+    assert slowest("--policy", "vllm", "--token-budget", "64") == slowest("--policy", "prefill_first")
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan"])
+def test_a_policy_that_nobody_knows_is_told_with_those_that_are(folder, command):
+    files = ["--placement", "p.json", "--trace", "t.csv", "--out", "r"] if command == "simulate" else []
+    told = paceline(folder, command, "fleet.yaml", "--profile", "profile.json", *files, "--policy", "fastest", code=2)
+    assert "policy: 'fastest' is not one of chunked_prefill_only, ft," in told and not (folder / "r").exists()
 
 
 def test_drafts_are_simulated_where_the_workload_says_how_good_they_are(folder):

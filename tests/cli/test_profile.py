@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from paceline.batching.budget import GoalBudget
-from paceline.cli import profile_cache
-from paceline.cli.fleet_file import Quantization
+from paceline.cli import fleet_file, profile_cache
+from paceline.cli.draft_profile import DraftResult, advice
+from paceline.cli.drafting import Drafting
+from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.goals import goal_budget
 from paceline.cli.groups import group_model, quickest_share
 from paceline.cli.models import find_models, paced
+from paceline.cli.profile import _ways
 from paceline.cli.sources import BUILTIN
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Group, Parallel, Placement
@@ -54,26 +57,47 @@ def test_which_draft_pays(tmp_path):
     options = ["--quick", "--json", str(file), "--plot", str(png)]
     done = paceline("profile", "--speculation", "builtin:coder", "builtin:coder-draft", "ngram", *options)
     assert done.returncode == 0, done.stderr
-    for words in ("acceptance", "predicted", "measured", "coder-draft", "ngram", "drafter:"):
+    for words in ("acceptance", "predicted", "measured", "builtin:coder-draft", "ngram", "drafter:"):
         assert words in done.stdout, words
     results = json.loads(file.read_text())
-    plain = "coder-draft, quantization: none"
-    drafts = ["coder-draft, quantization: int8", plain, "ngram"]  # draft models are in int8 unless asked otherwise
-    assert [(one["draft"], one["temperature"]) for one in results] == [
+    plain, ngram = ("builtin:coder-draft", "none"), ("ngram", None)
+    drafts = [(plain[0], "int8"), plain, ngram]  # draft models are in int8 unless asked otherwise
+    assert [((one["draft"], one["quantization"]), one["temperature"]) for one in results] == [
         (draft, temperature) for draft in drafts for temperature in (0.0, 0.8, 1.0)
     ]
     for one in results:
         assert 0 < one["acceptance"] < 1 and one["widths"]["1"] == 1 and len(one["predicted"]) == 8
         assert one["cost"] > 0 and one["measured"] > 0
-    costs = {draft: sum(one["cost"] for one in results if one["draft"] == draft) for draft in (plain, "ngram")}
-    assert costs[plain] > costs["ngram"]
+    costs = [
+        sum(one["cost"] for one in results if (one["draft"], one["quantization"]) == way) for way in (plain, ngram)
+    ]
+    assert costs[0] > costs[1]
     assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("draft", ["builtin:coder-draft", "a, b/{draft}", "ngram+trigram:a, b/#1.txt", "early_exit"])
+def test_the_advice_is_taken_by_a_fleet_file(tmp_path, monkeypatch, draft):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a, b").mkdir()
+    (tmp_path / "a, b/#1.txt").touch()
+    (tmp_path / "a, b/{draft}").symlink_to(BUILTIN / "coder-draft")
+    ways = _ways(draft, "cpu", "none")
+    results = [
+        DraftResult(way.drafter, way.quantization, 0.0, 0.8, 0.1, {}, {5 - n: 1.2, 1: 1.1}, 1.3 - n / 10)
+        for n, way in enumerate(ways)
+    ]
+    speculation = advice(results).split("  speculation: ")[1]
+    Path("fleet.yaml").write_text(f"models: [{{name: a, source: 'builtin:coder', speculation: {speculation}}}]")
+    found = fleet_file.load(Path("fleet.yaml")).models[0].speculation
+    assert found == Speculation(drafter=draft, max_draft_tokens=5, quantization=ways[0].quantization)
+    Drafting.of(found)  # what it names is found
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--speculation", "builtin:coder"], "speculation"),
+        (["--speculation", "builtin:coder", "none"], "'none' drafts nothing"),
         (["builtin:coder", "ngram"], "speculation"),
         (["--speculation", "builtin:coder", "builtin:codr"], "speculation.drafter: no model 'builtin:codr'"),
         (["--speculation", "builtin:coder", "ngram", "--text", "/nowhere"], "text: /nowhere is not a file"),

@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,20 +74,20 @@ def alone(runner: ModelRunner, asked: list[tuple[list[int], SamplingParams]]) ->
 
 
 class Preemptions:
-    """An observer that counts."""
+    """An observer that counts, and knows who drafted, and why nobody did."""
 
     def __init__(self) -> None:
-        self.count, self.drafts = 0, Counter()
+        self.count = self.accepted = 0
+        self.drafters, self.idle = set[str](), set[str]()
 
     def on_events(self, events) -> None:
         self.count += sum(event.kind == "preempted" for event in events)
 
     def on_step(self, step) -> None:
-        self.drafts.update(step.drafts)
-
-    @property
-    def accepted(self) -> int:
-        return sum(one.accepted * count for one, count in self.drafts.items())
+        self.accepted += sum(one.accepted for one in step.drafts)
+        self.drafters |= {one.drafter for one in step.drafts if one.drafted}
+        self.idle |= {one.idle for one in step.drafts if not one.drafted}
+        assert all(0 < one.accepted <= one.emitted or not one.accepted for one in step.drafts)
 
 
 async def in_group(
@@ -193,7 +192,8 @@ async def test_a_model_that_drafts_with_the_first_worker_changes_nothing(paralle
     options = WorkerOptions(str(BUILTIN / "coder"), drafter=drafter, threads=1, **limits)
     got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
     assert got["coder"][:-1] == expected and len(got["coder"][-1]) == OUTPUT
-    assert seen.accepted > 5
+    assert seen.accepted > 5 and seen.drafters == {"early_exit" if drafter == "early_exit" else "model"}
+    assert "last_token" in seen.idle and seen.idle <= {"last_token", "nothing_found", "memory", "budget"}
 
 
 @pytest.mark.timeout(300)
@@ -213,7 +213,7 @@ async def test_a_draft_model_that_cannot_be_read_leaves_its_target_serving(paral
     options = WorkerOptions(str(BUILTIN / "coder"), drafter=str(draft), threads=1, **limits)
     got, seen = await in_group({"coder": options}, parallel, {"coder": asked})
     assert got["coder"] == alone(coder, asked)
-    assert set(seen.drafts) == {(0, 0, 0, "no_drafter")}
+    assert seen.idle == {"no_drafter"} and not seen.drafters
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "steps go without drafts" in line]
     assert "the draft model cannot be loaded: " in line and damage in line
 

@@ -39,6 +39,22 @@ def blocks(first: int, count: int) -> list[int]:
     return list(range(first, first + count))[::-1]
 
 
+def test_outputs_say_who_drafted(model: tuple[Path, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """N-grams where there are any, else the first layers; a drafter that fails is no drafter that finds nothing."""
+    limits = {"max_batch_tokens": 64, "max_batch": 8, "block_size": BLOCK, "num_blocks": 128}
+    runner = ModelRunner.load(model[0], drafter="ngram+early_exit", early_exit_layers=1, **limits)
+    prompts = [7, 8, 9, 10] * 3, list(range(20, 32))
+    new = [NewSequence(i, tokens, 12, GREEDY) for i, tokens in enumerate(prompts)]
+    runner.step(new, [SliceWork(i, 0, 11, False, 0, blocks(10 * i, 4)) for i in range(2)], [])
+    works = [SliceWork(i, 11, 3, True, 4, [], 2) for i in range(2)]
+    outputs = runner.step([], works, [])[0]
+    assert [(output.drafter, output.num_draft) for output in outputs] == [("ngram", 2), ("early_exit", 2)]
+    monkeypatch.setattr(runner.drafter.drafters[1].model, "forward", lambda *_: 1 / 0)
+    known = [12 + len(output.tokens) for output in outputs]
+    works = [SliceWork(i, known[i] - 1, 3, True, 4, blocks(50 + 10 * i, 4), 2) for i in range(2)]
+    assert {(output.drafter, output.num_draft) for output in runner.step([], works, [])[0]} == {("error", 0)}
+
+
 def test_chunks_decodes_and_preemption_give_the_greedy_tokens(model: tuple, runner: ModelRunner) -> None:
     one, two = prompt(30, 1), prompt(21, 2)
     expected = [checkpoints.reference_greedy(model[1], tokens, 12) for tokens in (one, two)]

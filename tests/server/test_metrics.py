@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.events import Emitted, Event
 from paceline.engine.tokenizer import Tokenizer
-from paceline.runtime.api import Drafted, GroupLoad, StepRecord
+from paceline.runtime.api import IDLE, Drafted, GroupLoad, StepRecord
 from paceline.server.app import ServerConfig
 from paceline.server.metrics import Metrics, exposition
 from tests.server.conftest import in_process
@@ -121,18 +121,32 @@ def test_predictions_are_compared_with_what_steps_took() -> None:
 @pytest.mark.parametrize("vllm", [False, True])
 def test_drafts(vllm: bool) -> None:
     metrics = observed()
-    drafts = [Drafted(4, 4, 2), Drafted(4, 2, 2), Drafted(4, 0, 0), Drafted(), Drafted(), Drafted(off="no_drafter")]
-    metrics.on_step(StepRecord(0, 2.0, 9, 5, 0, 0.1, 0.01, 0.001, 0.002, 0.003, draft_s=0.04, drafts=drafts))
+    drafts = [Drafted("", "ngram", 4, 2, 3), Drafted("", "ngram", 2, 2, 3), Drafted("", "model", 3, 0, 1)]
+    idle = [Drafted(reason) for reason in ("error", "memory", "memory")]
+    metrics.on_step(StepRecord(0, 2.0, 9, 6, 0, 0.1, 0.01, 0.001, 0.002, 0.003, draft_s=0.04, drafts=drafts + idle))
+    metrics.on_step(StepRecord(0, 2.1, 9, 2, 0, 0.1, 0.01, 0.001, 0.002, 0.003, draft_s=0.02, drafts=idle[:2]))
     found = samples(exposition(metrics, LOAD, vllm).decode())
     name = ("vllm:" if vllm else "paceline_") + "spec_decode_"
-    counted = {"num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 4}
-    assert {key: found[f"{name}{key}_total{{group=0}}"] for key in counted} == counted
-    places = [found.get(f"{name}num_draft_tokens_per_pos_total{{group=0}}{{position={i}}}") for i in range(5)]
-    assert places == [2, 2, 1, 1, None]
-    places = [found.get(f"{name}num_accepted_tokens_per_pos_total{{group=0}}{{position={i}}}") for i in range(4)]
-    assert places == [2, 2, 0, 0]
-    assert found[f"{name}idle_total{{group=0}}{{reason=held_back}}"] == 2
-    assert found[f"{name}idle_total{{group=0}}{{reason=nothing_found}}"] == 1
-    assert found[f"{name}idle_total{{group=0}}{{reason=no_drafter}}"] == 1
-    assert found[f"{name}draft_length_bucket{{group=0}}{{le=2.0}}"] == 1
-    assert found["paceline_step_seconds_total{group=0}{part=draft}"] == pytest.approx(0.04)
+    counted = {"num_drafts": (2, 1), "num_draft_tokens": (6, 3), "num_accepted_tokens": (4, 0)}
+    for key, by in counted.items():
+        assert tuple(found[f"{name}{key}_total{{drafter={one}}}{{group=0}}"] for one in ("ngram", "model")) == by
+    places = {
+        field: [
+            found.get(f"{name}num_{field}_tokens_per_pos_total{{drafter=ngram}}{{group=0}}{{position={i}}}")
+            for i in range(5)
+        ]
+        for field in ("draft", "accepted", "emitted")
+    }
+    assert places == {"draft": [2, 2, 1, 1, None], "accepted": [2, 2, 0, 0, None], "emitted": [2, 2, 2, 0, None]}
+    reasons = {reason: found[f"{name}idle_total{{group=0}}{{reason={reason}}}"] for reason in IDLE}
+    assert reasons == dict.fromkeys(IDLE, 0) | {"error": 2, "memory": 3}
+    assert found[f"{name}draft_length_bucket{{drafter=ngram}}{{group=0}}{{le=2.0}}"] == 1
+    assert found[f"{name}tokens_per_step_sum{{drafter=ngram}}{{group=0}}"] == 6
+    assert found[f"{name}tokens_per_step_bucket{{drafter=model}}{{group=0}}{{le=1.0}}"] == 1
+    assert found[f"{name}steps_total{{group=0}}"] == 1
+    assert found[f"{name}seconds_total{{group=0}}{{part=draft}}"] == pytest.approx(0.04)
+    assert found[f"{name}seconds_total{{group=0}}{{part=verify}}"] == pytest.approx(0.07)
+    assert found["paceline_step_seconds_total{group=0}{part=draft}"] == pytest.approx(0.06)
+    text = exposition(metrics, LOAD, vllm).decode()
+    ours = re.findall(rf"^# (HELP|TYPE) ({name}\w+) .", text, re.M)
+    assert {key for kind, key in ours if kind == "HELP"} == {key for kind, key in ours if kind == "TYPE"}

@@ -13,6 +13,8 @@ from paceline.core.work import SliceOutput, TokenLogprobs
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server.generation import Generation, Job, Prompt, TextOptions
 from paceline.server.metrics import Metrics
+from paceline.server.replies import CompletionDetails, Usage
+from paceline.server.streaming import usage_of
 from tests.server.conftest import in_process, make_tokenizer
 from tests.server.fake_fleet import FakeFleet
 
@@ -245,6 +247,19 @@ def test_a_stop_token_is_not_text_but_counts() -> None:
         piece = choice.take()
         assert (piece.text, piece.finish_reason, choice.stop_reason) == (text, "stop", tokens[-1])
         assert choice.completion_tokens == 2 and len(piece.entries) == 2
+
+
+@pytest.mark.parametrize(("stops", "taken", "accepted"), [(("name",), 2, 2), (("namehello",), 3, 3), ((), 6, 5)])
+def test_what_was_accepted_behind_a_stop_string_is_not_of_the_answer(
+    stops: tuple[str, ...], taken: int, accepted: int
+) -> None:
+    tokens = TOKENIZER.encode("hello name" * 3, False)
+    job = Job("tiny", TOKENIZER, [Prompt([5])], 1, SamplingParams(max_tokens=9), TextOptions(stops))
+    generation = Generation(FakeFleet({"tiny": 100}, 300), job, Metrics())
+    assert len(tokens) == 6
+    assert generation.choices[0].push(SliceOutput(tokens, num_draft=7, num_accepted=5), None) == bool(stops)
+    usage = usage_of(generation)
+    assert usage == Usage(1, taken, 1 + taken, CompletionDetails(accepted, 7 - accepted))
 
 
 def test_the_end_of_sequence_gives_no_stop_reason() -> None:

@@ -83,7 +83,7 @@ def test_metrics_count_drafts(client):
     client.completions.create(model="coder", prompt=PROMPT, max_tokens=32, temperature=0.8)
     text = httpx.get(str(client.base_url).replace("/v1/", "/metrics")).text
     drafts, tokens, accepted = (
-        int(float(re.search(rf'^paceline_spec_decode_{name}_total{{group="0"}} (\S+)', text, re.M)[1]))
+        int(float(re.search(rf'^paceline_spec_decode_{name}_total{{drafter="\w+",group="0"}} (\S+)', text, re.M)[1]))
         for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     )
     assert 0 < drafts < tokens <= 6 * drafts and accepted <= tokens
