@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.batch import follows
+from paceline.core.drafter_name import MODEL
 from paceline.engine.attention import SliceSpan
 from paceline.engine.drafters import Guess, Part, TokenByToken
 from paceline.engine.gpu import PagedCache
@@ -62,9 +63,11 @@ class DecoderModel:
 class DraftModel(TokenByToken):
     """A decoder with a cache of its own, which has to follow what it is to draft for."""
 
-    def __init__(self, model: DecoderModel, logit_rows: int, max_tokens: int, guess: Guess | None = None) -> None:
+    def __init__(
+        self, model: DecoderModel, logit_rows: int, max_tokens: int, guess: Guess | None = None, name: str = MODEL
+    ) -> None:  # fmt: skip
         """`max_tokens`: of a pass."""
-        super().__init__(model, logit_rows, guess)
+        super().__init__(model, logit_rows, guess, name)
         self.max_tokens, self.block_size = max_tokens, model.cache.block_size
         self.filled = np.zeros(model.cache.num_blocks, bool)  # blocks whose tokens are all followed
         self.idle = 0  # steps in a row without drafts

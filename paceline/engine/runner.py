@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.core.drafter_name import EARLY_EXIT, ERROR, TRIGRAM
+from paceline.core.drafter_name import ERROR
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, verdict
 from paceline.engine.attention import SliceSpan
@@ -149,14 +149,14 @@ class ModelRunner:
         runner.drafts = runner.drafts and not fault
         if len(decoders) > 1:
             model = DecoderModel(decoders[1], caches[1], runner._progress, models.vocabulary)
-            runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose)
+            runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose, drafts.kind)
         elif drafts.kind == "early_exit":
             decoders.append(decoders[0].first(models.exit_layers))
             caches.append(caches[0].first(models.exit_layers))
             model = DecoderModel(decoders[1], caches[1], runner._progress)
-            runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose, EARLY_EXIT)
+            runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose, drafts.kind)
         elif models.table is not None:
-            runner.drafter = TokenByToken(TrigramModel(models.table, device), LOGIT_ROWS, name=TRIGRAM)
+            runner.drafter = TokenByToken(TrigramModel(models.table, device), LOGIT_ROWS, name=drafts.kind)
         if device != "cpu":
             with torch.inference_mode():
                 for decoder, cache in zip(decoders, caches, strict=True):
