@@ -144,7 +144,8 @@ def serve(
     fixed, share = token_budget is not None, partial(quickest_share, places) if devices else lambda name: 1.0
     measured = PlanningProfile.load(profile) if profile else None
     models = [paced(one, maximum, fixed, threads, given, measures, share(one.name), measured) for one in models]
-    known = planned(file, profile, threads, size, memory or room) if file and (planning or profile) else None
+    asked = profile, threads, size, memory or room, policy, token_budget
+    known = planned(file, *asked) if file and (planning or profile) else None
     if planning and file and known:
         with console.status("planning"):
             places = plan(file, known)
