@@ -46,9 +46,12 @@ def builtin() -> dict:
         text.write_text("\n".join(file.text for file in files if not file.held_out and not file.is_test))
         model = str(BUILTIN / "coder-draft")
         names = {"n-gram": "ngram", "trigram": f"trigram:{text}", "early exit": "early_exit", "model": model,
-                 "model, one level": model, "n-gram, else model": f"ngram+{model}"}  # fmt: skip
+                 "model in int8": model, "model, one level": model, "n-gram, else model": f"ngram+{model}"}  # fmt: skip
+        options = dict(max_batch_tokens=256, max_batch=1, num_blocks=64)
         runners = {
-            name: ModelRunner.load(BUILTIN / "coder", drafter=drafter, max_batch_tokens=256, max_batch=1, num_blocks=64)
+            name: ModelRunner.load(
+                BUILTIN / "coder", drafter=drafter, draft_quantization="int8" if "int8" in name else None, **options
+            )
             for name, drafter in names.items()
         }
     runners["model, one level"].drafter.guess = None
@@ -108,7 +111,7 @@ def verdict(shape: str = "qwen2.5-0.5b") -> dict:
             begin = time.perf_counter()
             runner._verdicts(jobs, logits)
             taken.append(time.perf_counter() - begin)
-    steps, blocks = [], 6
+    steps, decodes, blocks = [], [], 6
     for _ in range(8):
         new = [NewSequence(100 + i, [7 + i] * 85, 85, SamplingParams(max_draft_tokens=0)) for i in range(REQUESTS)]
         runner.step(new, [SliceWork(100 + i, 0, 80, False, 0, list(range(i * blocks, (i + 1) * blocks)))
@@ -116,11 +119,13 @@ def verdict(shape: str = "qwen2.5-0.5b") -> dict:
         tables = [list(range(i * blocks, (i + 1) * blocks)) for i in range(REQUESTS)]
         for i in range(2, REQUESTS):
             runner.step([], [SliceWork(100 + i, 0, 80, False, 0, tables[i])], [])
-        begin = time.perf_counter()
-        runner.step([], [SliceWork(100 + i, 80, 1 + DRAFTED, True, blocks, []) for i in range(REQUESTS)], [])
-        steps.append(time.perf_counter() - begin)
+        for start, length, some in ((80, 1 + DRAFTED, steps), (84, 1, decodes)):
+            begin = time.perf_counter()
+            runner.step([], [SliceWork(100 + i, start, length, True, blocks, []) for i in range(REQUESTS)], [])
+            some.append(time.perf_counter() - begin)
         runner.step([], [], [100 + i for i in range(REQUESTS)])
-    share = median(taken[3:]) / (median(taken[3:]) + median(steps[1:]))
+    verdicts, step, decode_step = median(taken[3:]), median(steps[1:]), median(decodes[1:])
     return {"shape": shape, "vocabulary": VOCABULARY, "requests": REQUESTS, "K": DRAFTED,
-            "verdicts_ms": round(1e3 * median(taken[3:]), 2), "step_ms": round(1e3 * median(steps[1:]), 1),
-            "share_of_step": round(share, 4)}  # fmt: skip
+            "verdicts_ms": round(1e3 * verdicts, 2), "step_ms": round(1e3 * step, 1),
+            "share_of_step": round(verdicts / (verdicts + step), 4), "decode_ms": round(1e3 * decode_step, 1),
+            "share_of_decode": round(verdicts / decode_step, 4)}  # fmt: skip
