@@ -221,10 +221,8 @@ class Controller:
             reason = "id: taken by another request"
         if reason:
             return [Event("rejected", now, index, request.id, detail=reason)]
-        budget = group.config.budget
-        goal = budget.tbt if budget and expected == NONE else request.slo.ttft
-        if goal is not None and expected > goal and not admitted:
-            return [Event("rejected", now, index, request.id, detail=Unreachable(expected, goal))]
+        if not admitted and (late := self._late(group, request, expected)):
+            return [Event("rejected", now, index, request.id, detail=late)]
         self.sequences[request.id] = index, group.scheduler.add(request)
         self._touch(index)
         return [Event("accepted", now, index, request.id)]
@@ -245,6 +243,14 @@ class Controller:
         plain(narrow)(able, [group.up for group in groups], [group.resident for group in groups])
         chosen = max(0, plain(soonest)(expected, queued, able))
         return hosts[chosen], reasons[chosen], expected[chosen]
+
+    def _late(self, group: GroupState, request: Request, expected: float) -> Unreachable | None:
+        """Which goal the group cannot meet, with its first token expected then."""
+        budget, (ttft, tbt) = group.config.budget, (request.slo.ttft, request.slo.tbt)
+        if expected == NONE:
+            goal = min(one for one in (budget and budget.tbt, tbt) if one is not None)
+            return Unreachable("tbt", group.scheduler.between_tokens(request), goal)
+        return Unreachable("ttft", expected, ttft) if ttft is not None and expected > ttft else None
 
     def _expected(self, group: int, request: Request, now: float) -> float:
         """Seconds until its first token, with the turns of the others on the group's device."""

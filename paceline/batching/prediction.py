@@ -141,8 +141,8 @@ def with_another(ways: Ways, left: float, seconds: float, lately: bool) -> Ways:
 
 @part
 def first_token(
-    s: State, tokens: int, cached: int, wanted: float, now: float, ahead: float, before: float, others: float,
-    lately: bool,
+    s: State, tokens: int, cached: int, wanted: float, tbt: float, now: float, ahead: float, before: float,
+    others: float, lately: bool,
 ) -> float:  # fmt: skip
     """Seconds until a prompt of so many tokens, which comes now, would have its first token; 0: nobody knows. The cache
     has so many of them.
@@ -150,7 +150,7 @@ def first_token(
     `wanted` is its place among prompts. Of the other groups on the device (`in_the_way`): seconds until their steps are
     done; those that the turns take of the ones which have none, which come `before` this one's; those of all of them,
     between two steps of this one; and whether any had one lately: then a share of the time is kept for what may come
-    there. Infinite where its decodes would be too many for the goal between tokens.
+    there. Infinite where the group's goal between tokens, or the prompt's own (`tbt`), would not be held.
     """
     if len(s.linear) == 0:
         return 0.0
@@ -173,7 +173,7 @@ def first_token(
             needed += blocks_for(s, numbers[slot, KNOWN])
     decodes = min(count, s.limits[MAX_BATCH] - 1)  # all that are here, by then
     stages = s.limits[PIPELINE]
-    if stages * (step(s, decodes + 1, context + tokens, 0)[1] - s.factors[BESIDE]) > s.factors[GOAL]:
+    if stages * (step(s, decodes + 1, context + tokens, 0)[1] - s.factors[BESIDE]) > min(s.factors[GOAL], tbt):
         return np.inf
     rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
     begin = max(left_of_flight(s, now), ahead)
@@ -188,6 +188,19 @@ def first_token(
         steps = -(-pending // chunk) + rest
         took = max(begin + (stages - 1) * each, free) + steps * (each + others) - others
     return took * (1 + s.factors[MARGIN]) / (1 - (RESERVE if lately else 0.0))
+
+
+@part
+def between_tokens(s: State, tokens: int) -> float:
+    """Seconds between tokens of a prompt of so many tokens, once all that are here decode beside it."""
+    decodes, context = 1, tokens
+    for i in range(s.now[RUNNING]):
+        decodes += 1
+        context += s.numbers[s.running[i], KNOWN]
+    for i in range(s.now[HEAD], s.now[TAIL]):
+        decodes += 1
+        context += s.numbers[s.waiting[i], KNOWN]
+    return s.limits[PIPELINE] * step(s, min(decodes, s.limits[MAX_BATCH]), context, 0)[1]
 
 
 @making
@@ -211,4 +224,5 @@ def _until_room(s: State, places: int, blocks: int) -> int:
 
 expected_in_the_way = entry(tuple_of(F64, F64, BOOL), STATE, F64)(in_the_way)
 next_turn = entry(tuple_of(I64, F64), STATE, F64)(turn)
-seconds_to_first_token = entry(F64, STATE, I64, I64, F64, F64, F64, F64, F64, BOOL)(first_token)
+seconds_to_first_token = entry(F64, STATE, I64, I64, F64, F64, F64, F64, F64, F64, BOOL)(first_token)
+seconds_between_tokens = entry(F64, STATE, I64)(between_tokens)

@@ -12,7 +12,14 @@ from paceline.batching import blocks, held_back, moves, policies
 from paceline.batching.budget import GoalBudget, Pace
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import Policy
-from paceline.batching.prediction import NOBODY, expected_in_the_way, next_turn, seconds_to_first_token, with_another
+from paceline.batching.prediction import (
+    NOBODY,
+    expected_in_the_way,
+    next_turn,
+    seconds_between_tokens,
+    seconds_to_first_token,
+    with_another,
+)
 from paceline.batching.sharing import time_of_next_due
 from paceline.batching.state import (
     ADAPTIVE,
@@ -213,7 +220,12 @@ class Scheduler:
         size, tokens, cached = self.config.block_size, request.prompt_tokens, 0
         if request.prefix:
             cached = size * _num_cached(self.handle, np.array(request.prefix[: (tokens - 1) // size], np.int64))
-        return float(seconds_to_first_token(self.handle, tokens, cached, place, now, *all_ways))
+        tbt = _or_none(request.slo.tbt)
+        return float(seconds_to_first_token(self.handle, tokens, cached, place, tbt, now, *all_ways))
+
+    def between_tokens(self, request: Request) -> float:
+        """Seconds between tokens of a request that comes now (`prediction.between_tokens`)."""
+        return float(seconds_between_tokens(self.handle, request.prompt_tokens))
 
     def in_the_way(self, now: float) -> tuple[float, float, bool]:
         """What it is to another group on its device (`prediction.in_the_way`)."""

@@ -173,7 +173,10 @@ def on_cluster(
 
 
 def worker_options(model: Model, limits: Limits, share: float, lends: bool = False) -> WorkerOptions:
-    drafting = model.drafting
+    """A worker refuses a context that its KV cannot hold: the model's own where none was asked for."""
+    drafting, context = model.drafting, limits["context"]
+    if context is None and not model.encoder:
+        context = ModelConfig.load(model.path).max_context
     return WorkerOptions(
         str(model.path),
         device=model.device,
@@ -184,7 +187,7 @@ def worker_options(model: Model, limits: Limits, share: float, lends: bool = Fal
         draft_quantization=drafting.quantization,
         share=share,
         lends=lends,
-        **limits,
+        **(limits | {"context": context}),
     )
 
 

@@ -78,9 +78,10 @@ class Emitted(NamedTuple):
 
 
 class Unreachable(NamedTuple):
-    """Why a request is rejected whose goals no group can meet: seconds to its first token, infinite where it is the
-    time between tokens that cannot be held, and the goal."""
+    """Why a request is rejected whose goals no group can meet: seconds to its first token ("ttft") or between tokens
+    ("tbt"), as expected and as the goal."""
 
+    what: str
     expected: float
     goal: float
 

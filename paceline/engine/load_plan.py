@@ -164,7 +164,10 @@ def plan(
     most_blocks = max(num_blocks, most_blocks or 0) if lends else None
     if limited and num_blocks * block_size < context:
         room = num_blocks * block_size
-        raise ModelError(f"context: the KV cache holds {room} tokens, less than one sequence of {context}")
+        raise ModelError(
+            f"context: the KV cache holds {room} tokens, less than one sequence of {context}; give it more memory, or "
+            f"a context of up to {room}"
+        )
     block_bytes = block_size * token_bytes
     whole = MemoryPlan(baseline, weights, num_blocks * block_bytes, activations)
     return EngineInfo(

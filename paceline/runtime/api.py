@@ -22,16 +22,12 @@ class Overloaded(Rejected):
 
 
 class GoalUnreachable(Rejected):
-    """No group can meet the request's latency goal. Seconds: `expected` until the first token, infinite where it is the
-    goal between tokens that cannot be held."""
+    """No group can meet the request's latency goal: seconds until the first token ("ttft") or between two ("tbt")."""
 
-    def __init__(self, expected: float, goal: float) -> None:
-        if expected == float("inf"):
-            text = f"the goal of {1e3 * goal:.0f} ms between tokens cannot be held with one more request"
-        else:
-            text = f"the first token is expected in {1e3 * expected:.0f} ms, the goal is {1e3 * goal:.0f} ms"
-        super().__init__(text)
-        self.expected, self.goal = expected, goal
+    def __init__(self, what: str, expected: float, goal: float) -> None:
+        expects = "the first token is expected in" if what == "ttft" else "tokens are expected every"
+        super().__init__(f"{expects} {1e3 * expected:.4g} ms, the goal is {1e3 * goal:.4g} ms")
+        self.what, self.expected, self.goal = what, expected, goal
 
 
 class Unavailable(Rejected):

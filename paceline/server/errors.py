@@ -78,10 +78,10 @@ def from_rejection(error: Rejected) -> ApiError:
         return ApiError(503, str(error), code=code, headers=headers)
     headers = {"x-should-retry": "false"}
     if isinstance(error, GoalUnreachable):
-        late = error.expected - error.goal
-        headers["retry-after"] = str(max(1, math.ceil(late)) if math.isfinite(late) else RETRY_S)
-        if math.isfinite(error.expected):
-            headers["x-predicted-ttft-ms"] = f"{1e3 * error.expected:.0f}"
+        first, late = error.what == "ttft", error.expected - error.goal
+        headers["retry-after"] = str(max(1, math.ceil(late)) if first else RETRY_S)
+        name, digits = ("ttft", 0) if first else ("tpot", 1)
+        headers[f"x-predicted-{name}-ms"] = f"{1e3 * error.expected:.{digits}f}"
     return ApiError(429, str(error), code="slo_unreachable", headers=headers)
 
 

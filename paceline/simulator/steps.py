@@ -29,7 +29,6 @@ from paceline.batching.state import (
     CHUNKS_LAST,
     DRAFTING,
     ENTERING,
-    GOAL,
     HEAD,
     LANDED,
     LAST,
@@ -188,10 +187,8 @@ def _arrive(w: World, r: int, now: float) -> None:
         s = state_at(network.states[g])
         scratch.able[g] = network.hosts[requests.models[r], g] > 0 and fits(s, requests.prompts[r], requests.outputs[r])
     g = _host(w, r, now)
-    if g >= 0:
-        expected, goal = scratch.expected[g], state_at(network.states[g]).factors[GOAL]
-        if expected > (requests.ttft[r] if expected < np.inf else goal):
-            g = -1
+    if g >= 0 and (scratch.expected[g] > requests.ttft[r] or scratch.expected[g] == np.inf):
+        g = -1
     w.outcomes.owner[r] = g
     if g < 0:
         w.outcomes.finish[r] = now
@@ -381,7 +378,8 @@ def _host(w: World, r: int, now: float) -> int:
                     ways = with_another(ways, left, turn_s, lately)
             place = wanted(arrival, ttft, network.rules[g, 0] > 0)
             tokens = w.requests.prompts[r]
-            expected[g] = first_token(s, tokens, 0, place, now, ways[0], ways[1], ways[2], ways[3])
+            tbt = w.requests.tbt[r]
+            expected[g] = first_token(s, tokens, 0, place, tbt, now, ways[0], ways[1], ways[2], ways[3])
             if not there.up[g] and expected[g] > 0:
                 expected[g] += loading(there.load_s[g], there.resident[g], there.since[g], now)
     return soonest(expected, queued, able)

@@ -120,9 +120,22 @@ def test_a_goal_between_tokens_bounds_how_many_run(pipeline):
     goal = 0.025 * pipeline
     group = config("a", goal, admission=True, pipeline=pipeline)
     seen = Seen([group], traffic(random.Random(2), "a", 15.0, SLO()))
-    assert any(detail.expected == float("inf") for detail in seen.refused.values())
+    assert all(detail.what == "tbt" and goal < detail.expected < 2 * goal for detail in seen.refused.values())
+    assert seen.refused
     gaps = sorted(gap for some in seen.gaps.values() for gap in some)
     assert 0.8 * goal < gaps[int(0.99 * len(gaps))] <= goal
+
+
+def test_a_request_s_own_goal_between_tokens_is_held_or_refused():
+    """Others, who have none, run beside it; it is refused where a token takes longer than it wants, not they."""
+    controller = Controller([config("a", admission=True)])
+    controller.submit(Request("n", 50, 50, 0.0, "a"), 0.0)
+    decode = STEP.seconds(StepShape(2, 2, 2, 100))
+    (event,) = controller.submit(Request("x", 50, 50, 0.0, "a", SLO(tbt=0.99 * decode)), 0.0)
+    assert event.kind == "rejected" and event.detail.what == "tbt"
+    assert event.detail.expected == pytest.approx(decode, rel=1e-3) and event.detail.goal == 0.99 * decode
+    assert controller.submit(Request("y", 50, 50, 0.0, "a", SLO(tbt=1.01 * decode)), 0.0)[0].kind == "accepted"
+    assert controller.submit(Request("z", 50, 50, 0.0, "a"), 0.0)[0].kind == "accepted"
 
 
 def test_what_the_cache_has_of_a_prompt_is_not_waited_for():

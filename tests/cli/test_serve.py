@@ -122,3 +122,10 @@ def test_bad_arguments_are_one_line_and_exit_2(arguments, words, monkeypatch):
     done = paceline("serve", *arguments)
     lines = done.stderr.splitlines()
     assert done.returncode == 2 and len(lines) == 1 and all(word in lines[0] for word in words)
+
+
+def test_keys_and_values_of_one_sequence_must_fit():
+    done = paceline("serve", "builtin:coder-draft", "--num-blocks", "8")
+    (line,) = [line for line in done.stderr.splitlines() if "context" in line]
+    assert done.returncode == 2 and line.startswith("coder-draft: context: the KV cache holds 128 tokens")
+    assert "one sequence of 2048" in line and "a context of up to 128" in line

@@ -71,6 +71,7 @@ class FakeFleet:
         self.fail_after: int | None = None  # tokens after which every sequence fails
         self.tokens_per_step = 1
         self.expected = 0.0  # seconds to a first token
+        self.expected_tbt = 0.0
         self.script: list[int] | None = None  # the tokens to give, instead of random ones
         self._count = 0
         self._task: asyncio.Task[None] | None = None
@@ -102,8 +103,10 @@ class FakeFleet:
             raise Unavailable("the server is shutting down", 2.5)
         if len(self.running) >= self.capacity and not admitted:
             raise Overloaded(6.2)
+        if slo.tbt is not None and self.expected_tbt > slo.tbt and not admitted:
+            raise GoalUnreachable("tbt", self.expected_tbt, slo.tbt)
         if slo.ttft is not None and self.expected > slo.ttft and not admitted:
-            raise GoalUnreachable(self.expected, slo.ttft)
+            raise GoalUnreachable("ttft", self.expected, slo.ttft)
         if len(tokens) + params.max_tokens * (model not in self.encoders) > context:
             raise TooLong("too long for the cache")
         self._count += 1

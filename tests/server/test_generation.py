@@ -172,6 +172,10 @@ async def test_a_goal_out_of_reach_is_429_with_the_time(
         error = answer.json()["error"]
         assert (error["code"], error["type"]) == ("slo_unreachable", "rate_limit_error")
         assert "3200 ms" in error["message"] and "500 ms" in error["message"]
+        server.fleet.expected_tbt = 0.0125
+        answer = await server.client.post(path, json={**body, "stream": stream}, headers={"x-slo-tpot-ms": "10"})
+        assert (answer.status_code, answer.headers["x-predicted-tpot-ms"]) == (429, "12.5")
+        assert "tokens are expected every 12.5 ms, the goal is 10 ms" in answer.json()["error"]["message"]
         assert not server.fleet.running
         assert (await server.client.post(path, json={**body, "max_tokens": 1})).status_code == 200, "no goal, no limit"
 

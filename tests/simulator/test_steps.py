@@ -111,7 +111,7 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
         if event.kind == "accepted":
             owner[event.request] = event.group
         elif isinstance(event.detail, Unreachable):
-            seen.add("tbt" if event.detail.expected == np.inf else "ttft")
+            seen.add(event.detail.what)
         elif event.kind == "tokens":
             for request, tokens in zip(event.detail.requests, event.detail.tokens, strict=True):
                 spans[request] += [event.time] * tokens
