@@ -258,7 +258,7 @@ class Scheduler:
             budget, order, goal = self.config.token_budget, s.running[: s.now[RUNNING]], _goal_of_step(self.handle)
             waits = _pending(self.handle, budget)
             chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
-            s.chosen[: len(chosen)] = chosen
+            s.chosen[order] = chosen[order]  # of other slots it holds what was chosen for those who had them before
         s.factors[SPENT], s.factors[BEGIN] = spent, now
         count = _compose(self.handle)
         self.note_preempted()

@@ -174,7 +174,7 @@ def on_cluster(
 
 def worker_options(model: Model, limits: Limits, share: float, lends: bool = False) -> WorkerOptions:
     """A worker refuses a context that its KV cannot hold: the model's own where none was asked for."""
-    drafting, context = model.drafting, limits["context"]
+    drafting, context = model.drafting, limits.get("context")
     if context is None and not model.encoder:
         context = ModelConfig.load(model.path).max_context
     return WorkerOptions(

@@ -155,8 +155,8 @@ def paced(
             assert known is not None
         return known
 
-    profile = entry and entry.measured()
-    profile = profile or profile_of(model.path, model.quantization, model.name, options, needed)
+    asked = entry and entry.measured()
+    profile = asked or profile_of(model.path, model.quantization, model.name, options, needed)
     model = replace(model, profile=profile)
     if chooses and model.drafting.model:
         name, begin = f"{model.name}'s draft model", options.index("--context") if "--context" in options else None
@@ -166,6 +166,6 @@ def paced(
     if model.profile is None:
         return model
     model = replace(model, step_time=model.profile.step_time)
-    if tbt is None and (fixed or not wide(model.path, model.profile, options)):
+    if tbt is None and (fixed or not (asked or wide(model.path, model.profile, options))):
         return model
     return replace(model, budget=goal_budget(model.name, model.profile, maximum, tbt, share))

@@ -381,3 +381,16 @@ def test_failures_resets_and_cancellations_leak_nothing(policy, seed):
     assert ends == Counter(lengths.keys())
     assert not controller.sequences and scheduler.num_free_blocks == limits.num_blocks
     scheduler.check()
+
+
+def test_what_was_chosen_for_a_slot_is_not_drafted_by_who_has_it_next():
+    """Two draft and end; the next two, in their places, want no drafts."""
+    cheap = Costs([1.0] * 8 + [n / 8 for n in range(8, 100)])
+    controller = Controller([GroupConfig(lookahead=partial(Lookahead, cheap, None))])
+    requests = [Request("a", 4, 40, max_draft_tokens=4), Request("other", 4, 60, max_draft_tokens=4)]
+    requests += [Request(name, 4, 20, arrival=9000) for name in ("b", "c")]
+    outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: drafted)
+    trace = simulate(controller, requests, Checked(controller), outputs)
+    batches = [e.detail for e in trace if e.kind == "started"]
+    assert any(batch.drafts for batch in batches)
+    assert {batch.num_tokens for batch in batches if set(batch.requests) == {"b", "c"} and batch.num_decodes} == {2}

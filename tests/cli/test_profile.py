@@ -130,7 +130,7 @@ def test_end_to_end(tmp_path, cache):
     assert set(data["error"]) == {"p50", "p95"} and data["device"]["threads"] == len(os.sched_getaffinity(0))
     kept = list((cache / "paceline" / "profiles").iterdir())
     assert [path.read_bytes() for path in kept] == [file.read_bytes()]
-    model = paced(find_models(["builtin:coder"], [])[0], 512, False, None, [])
+    model = paced(find_models(["builtin:coder"], [])[0], 64, False, None, [])
     assert model.profile == profile_cache.load(file) and model.budget.maximum == 64
 
 
@@ -152,7 +152,7 @@ def test_the_cache_is_kept_apart_by_all_that_matters(tmp_path):
             (CODER, "none", device),
             (CODER, "int8", device),
             (BUILTIN / "coder-draft", "none", device),
-            (CODER, "none", profile_cache.Device.here(None)),
+            (CODER, "none", profile_cache.Device.here(99)),
             (CODER, "none", profile_cache.Device("another", 2, device.torch, device.paceline)),
             (CODER, "none", profile_cache.Device(device.cpu, 2, "1.0", device.paceline)),
         )
