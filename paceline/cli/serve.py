@@ -212,6 +212,7 @@ async def run(
                 task.cancel()
     finally:
         await fleet.stop()
+        sock.close()
 
 
 async def placed(fleet: LocalFleet, recent: Recent, every: float | None, **options: Any) -> None:

@@ -53,7 +53,9 @@ def started(tmp_path, monkeypatch):
     """Which models and groups a fleet file is served with, of models with a cached profile; nothing is started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = profile_cache.Device.here(profile_cache.threads_of(1))
-    profile_cache.save(profile_cache.cache_file(BUILTIN / "coder", "none", device), "coder", PROFILE, device)
+    wide = replace(PROFILE.step_time, linear=tuple(0.001 + 0.0001 * n for n in range(513)))
+    known = replace(PROFILE, step_time=wide)
+    profile_cache.save(profile_cache.cache_file(BUILTIN / "coder", "none", device), "coder", known, device)
 
     def serve(text: str, *options: str) -> tuple[list, list]:
         got = []
@@ -125,6 +127,6 @@ def test_bad_arguments_are_one_line_and_exit_2(arguments, words, monkeypatch):
 
 
 def test_keys_and_values_of_one_sequence_must_fit():
-    done = paceline("serve", "builtin:coder-draft", "--num-blocks", "8")
+    done = paceline("serve", "builtin:coder-draft", "--port", "0", "--num-blocks", "8")
     assert done.returncode == 2 and "coder-draft: context: the KV cache holds 128 tokens" in done.stderr
     assert "one sequence of 2048" in done.stderr and "a context of up to 128" in done.stderr
