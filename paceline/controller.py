@@ -248,7 +248,7 @@ class Controller:
         """Which goal the group cannot meet, with its first token expected then."""
         budget, (ttft, tbt) = group.config.budget, (request.slo.ttft, request.slo.tbt)
         if expected == NONE:
-            goal = min(one for one in (budget and budget.tbt, tbt) if one is not None)
+            goal = min(one for one in (budget.tbt if budget else None, tbt) if one is not None)
             return Unreachable("tbt", group.scheduler.between_tokens(request), goal)
         return Unreachable("ttft", expected, ttft) if ttft is not None and expected > ttft else None
 
