@@ -337,6 +337,7 @@ def test_flash_attention_reads_pages(dtype: torch.dtype, head_dim: int) -> None:
     assert reads.block_size in gpu.PAGES and gpu._is_right(larger, "cuda", dtype, head_dim)
 
 
+@pytest.mark.slow  # a minute where a processor has no products of bfloat16
 def test_the_benchmark_runs() -> None:
     shape = Shape(64, 96, 2, 4, ((48, 2, 5.0),), vocabulary=8192, chunk=16, context=40, batches=(1, 3))
     result = measure(shape, HOST)
