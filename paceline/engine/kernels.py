@@ -285,12 +285,6 @@ def _store(builder, value, address, offset=0):
     builder.store(value, _at(builder, address, offset, value.type), align=4)
 
 
-def _stream(builder, value, address, offset=0):
-    """Stores a whole line past the caches; the address is aligned to it."""
-    stored = builder.store(value, _at(builder, address, offset, value.type), align=LINE)
-    stored.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-
-
 def _call(builder, name, result, *operands):
     """Of a function of LLVM."""
     kind = ir.FunctionType(result, [operand.type for operand in operands])
@@ -1396,7 +1390,7 @@ def _lines(builder, element, integer, sources, offset, count, factors, sums, tar
                 for pair, bits in enumerate((row, builder.lshr(row, _all16(16, WHOLE)))):
                     _store(builder, builder.trunc(bits, SHORTS), target, 4 * COLUMNS * i + 2 * COLUMNS * pair)
             else:
-                _stream(builder, row, target, 4 * COLUMNS * i)
+                _store(builder, row, target, 4 * COLUMNS * i)
             for left in (24, 16, 8, 0) if quantized else ():
                 one = builder.ashr(builder.shl(row, _all16(left, WHOLE)), _all16(24, WHOLE))
                 total = builder.add(total, one)
@@ -1491,10 +1485,9 @@ def pack(panels, rows, element, inner, integer, target, scales, differs, threads
     that is set to 1 where anything but this is there already.
     """
     for t in prange(threads):
-        memory = np.empty(PACKING + LINE, np.uint8)
-        own = memory.ctypes.data + -memory.ctypes.data % LINE
+        own = np.empty(PACKING, np.uint8)
         begin, end = panels * t // threads, panels * (t + 1) // threads  # neighbours: threads share few large pages
-        _some_panels(begin, end, panels, rows, element, inner, integer, target, scales, differs, own)
+        _some_panels(begin, end, panels, rows, element, inner, integer, target, scales, differs, own.ctypes.data)
 
 
 @njit(types.void(LONGS_1D), parallel=True, **OPTIONS)
