@@ -200,6 +200,29 @@ def _exp(x: np.float32) -> np.float32:
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
+def _take_logs(numbers: Floats) -> None:
+    """log of each number, to a few 1e-8 of it or of 1, in place (Cephes); -inf of 0."""
+    for j in range(numbers.shape[0]):
+        bits = _as_bits(numbers[j])
+        m = _as_float(np.int32((bits & np.int32(0x7FFFFF)) | np.int32(0x3F000000)))  # from 0.5 to 1
+        small = m < np.float32(0.70710678)
+        e = np.float32(np.int32(bits >> np.int32(23)) - np.int32(126)) - (np.float32(1.0) if small else np.float32(0.0))
+        m = (m + m if small else m) - np.float32(1.0)
+        y = np.float32(7.0376836292e-2)
+        y = y * m - np.float32(1.1514610310e-1)
+        y = y * m + np.float32(1.1676998740e-1)
+        y = y * m - np.float32(1.2420140846e-1)
+        y = y * m + np.float32(1.4249322787e-1)
+        y = y * m - np.float32(1.6668057665e-1)
+        y = y * m + np.float32(2.0000714765e-1)
+        y = y * m - np.float32(2.4999993993e-1)
+        y = y * m + np.float32(3.3333331174e-1)
+        y = y * m * m * m + e * np.float32(-2.12194440e-4) - np.float32(0.5) * m * m
+        value = m + y + e * np.float32(0.693359375)
+        numbers[j] = value if bits > np.int32(0) else np.float32(-np.inf)
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
 def _block_masses(
     block: Floats, peak: np.float32, inverse: np.float32, pivot: np.float32
 ) -> tuple[np.float32, np.float32]:
@@ -656,8 +679,8 @@ def last_weights(
     logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, last: Floats,
     threads: int,
 ) -> None:  # fmt: skip
-    """last[i] [vocab] = max(0, weights[i] * target[rows[i]] - draft), where there is a draft (an address that is not 0)
-    and that has any mass; else the target."""
+    """last[i] [vocab] = log max(0, weights[i] * target[rows[i]] - draft), where there is a draft (an address other than
+    0) and that has any mass; else of the target."""
     for thread in prange(threads):
         nothing = np.full(WIDE, -np.inf, np.float32)
         for i in range(thread, rows.shape[0], threads):
@@ -667,6 +690,8 @@ def last_weights(
                 mass = _excess(logits[rows[i]], found[i], draft, weights[i], last[i])
             if not (mass > 0.0 and np.isfinite(mass)):
                 _excess(logits[rows[i]], found[i], nothing, 1.0, last[i])
+            if not np.isnan(found[i, 2]):
+                _take_logs(last[i])
 
 
 @njit(nogil=True, cache=True)
