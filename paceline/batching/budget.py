@@ -39,14 +39,15 @@ class Pace:
     single step counts little, however long it stalled. What other work on the machine does to steps that compute is not
     what it does to those that read, but stays the same for long: a second factor of those, which follows slower.
 
-    `margin` is what 95 of 100 steps are longer by than predicted so, at most: at first the profile's error, of steps
-    that nothing follows. It moves by little with every step, nineteen times as far up as down.
+    `margin` is what 99 of 100 steps are longer by than predicted so, at most, since most are as long as a goal allows:
+    at first the profile's error, of steps that nothing follows. It moves by little with every step, 99 times as far up
+    as down.
     """
 
     FOLLOWS, SLOWLY, MOST = 0.2, 0.05, 1.5  # shares of the newest step; the most that it may be off by
     LONGEST_S = 0.02  # beside the engine; what is longer is a stall
     REST_S = 30.0  # without a step, after which a third of what was learnt is left
-    UP, DOWN = 0.019, 0.001
+    UP, DOWN = 0.0099, 0.0001
 
     def __init__(self, predict: Callable[[StepShape], float], margin: float = 0.0) -> None:
         self.predict, self.margin, self._profiled = predict, margin, margin
