@@ -143,7 +143,9 @@ async def hurt(fleet: LocalFleet, rng: random.Random, first: int | None) -> None
 
 
 @pytest.mark.timeout(60 + 30 * FAULTS)
-@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES)
+@pytest.mark.parametrize(
+    "scene", [SCENES["stages"], pytest.param(SCENES["ranks"], marks=pytest.mark.slow)], ids=["stages", "ranks"]
+)
 async def test_faults_at_random_moments_lose_nothing_and_change_nothing(scene):
     rng, ends, names = random.Random(4), Counter(), scene.names
     known = {name: answers(name) for name in names}

@@ -40,9 +40,12 @@ NARROW: dict[str, dict] = {
     "another vocabulary": dict(draft=2, **OTHER),
 }
 MANY, SOME = 3000, 1200  # samples
+LIKE_OTHERS = {"K=1", "filters, token level", "trigram", "another vocabulary, coupled"}  # in what they go through
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in LAWS]
+)
 def test_the_law_is_the_targets(tmp_path, name):
     samples = law.Samples(tmp_path, **LAWS[name]).draw(range(1000, 1000 + MANY))
     assert samples.accepted > 200 and abs(samples.off()) < 3.7
