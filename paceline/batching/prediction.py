@@ -140,6 +140,30 @@ def with_another(ways: Ways, left: float, seconds: float, lately: bool) -> Ways:
 
 
 @part
+def between_tokens(s: State, tokens: int) -> float:
+    """Seconds in the engine between tokens of a prompt of so many, which comes now, when all that are here decode."""
+    decodes, context = _together(s)
+    return _between(s, decodes + 1, context + tokens)
+
+
+@part
+def _between(s: State, decodes: int, context: int) -> float:
+    return s.limits[PIPELINE] * (step(s, decodes, context, 0)[1] - s.factors[BESIDE])
+
+
+@part
+def _together(s: State) -> tuple[int, int]:
+    """All that are here as decodes beside one more, and the tokens that they read."""
+    numbers, count, context = s.numbers, 0, 0
+    for i in range(s.now[RUNNING] + num_waiting(s)):
+        slot = s.running[i] if i < s.now[RUNNING] else s.waiting[s.now[HEAD] + i - s.now[RUNNING]]
+        if numbers[slot, LIMIT] - numbers[slot, KNOWN] > 1:  # else it ends with its next token
+            count += 1
+            context += numbers[slot, KNOWN]
+    return min(count, s.limits[MAX_BATCH] - 1), context
+
+
+@part
 def first_token(
     s: State, tokens: int, cached: int, wanted: float, tbt: float, now: float, ahead: float, before: float,
     others: float, lately: bool,
@@ -155,28 +179,21 @@ def first_token(
     if len(s.linear) == 0:
         return 0.0
     counts, numbers = s.now, s.numbers
-    pending, context, count, needed = tokens - cached, 0, 0, blocks_for(s, tokens)
+    decodes, context = _together(s)
+    if _between(s, decodes + 1, context + tokens) > min(s.factors[GOAL], tbt):
+        return np.inf
+    pending, needed = tokens - cached, blocks_for(s, tokens)
     for i in range(counts[RUNNING]):
         slot = s.running[i]
-        if numbers[slot, LIMIT] - numbers[slot, KNOWN] > 1:  # else it ends with its next token
-            count += 1
-            context += numbers[slot, KNOWN]
         if s.times[slot, WANTED] <= wanted:
             pending += max(0, numbers[slot, PROMPT] - numbers[slot, SCHEDULED])
     for i in range(counts[HEAD], counts[TAIL]):
         slot = s.waiting[i]
-        if numbers[slot, LIMIT] - numbers[slot, KNOWN] > 1:
-            count += 1
-            context += numbers[slot, KNOWN]
         if s.times[slot, WANTED] <= wanted:
             pending += left_of(s, slot)[1]
             needed += blocks_for(s, numbers[slot, KNOWN])
-    decodes = min(count, s.limits[MAX_BATCH] - 1)  # all that are here, by then
-    stages = s.limits[PIPELINE]
-    if stages * (step(s, decodes + 1, context + tokens, 0)[1] - s.factors[BESIDE]) > min(s.factors[GOAL], tbt):
-        return np.inf
     rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
-    begin = max(left_of_flight(s, now), ahead)
+    stages, begin = s.limits[PIPELINE], max(left_of_flight(s, now), ahead)
     begin += others if counts[FLYING] > 0 else before
     free = s.clocks[stages - 1] - now
     if s.limits[POLICY] == PREFILL_FIRST:
@@ -188,19 +205,6 @@ def first_token(
         steps = -(-pending // chunk) + rest
         took = max(begin + (stages - 1) * each, free) + steps * (each + others) - others
     return took * (1 + s.factors[MARGIN]) / (1 - (RESERVE if lately else 0.0))
-
-
-@part
-def between_tokens(s: State, tokens: int) -> float:
-    """Seconds between tokens of a prompt of so many tokens, once all that are here decode beside it."""
-    decodes, context = 1, tokens
-    for i in range(s.now[RUNNING]):
-        decodes += 1
-        context += s.numbers[s.running[i], KNOWN]
-    for i in range(s.now[HEAD], s.now[TAIL]):
-        decodes += 1
-        context += s.numbers[s.waiting[i], KNOWN]
-    return s.limits[PIPELINE] * step(s, min(decodes, s.limits[MAX_BATCH]), context, 0)[1]
 
 
 @making

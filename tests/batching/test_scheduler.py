@@ -384,13 +384,17 @@ def test_failures_resets_and_cancellations_leak_nothing(policy, seed):
 
 
 def test_what_was_chosen_for_a_slot_is_not_drafted_by_who_has_it_next():
-    """Two draft and end; the next two, in their places, want no drafts."""
-    cheap = Costs([1.0] * 8 + [n / 8 for n in range(8, 100)])
-    controller = Controller([GroupConfig(lookahead=partial(Lookahead, cheap, None))])
-    requests = [Request("a", 4, 40, max_draft_tokens=4), Request("other", 4, 60, max_draft_tokens=4)]
-    requests += [Request(name, 4, 20, arrival=9000) for name in ("b", "c")]
+    """Drafts are chosen for `x` when a step of chunks is composed, in which it is cancelled; `y` goes on for a step.
+    Then nobody may draft, and one of the next two has the slot of `x`."""
+    limits = SchedulerConfig(token_budget=300)
+    config = GroupConfig(
+        scheduler=limits, policy="chunked_prefill_only", lookahead=partial(Lookahead, Costs([1.0] * 600), None)
+    )
+    requests = [Request("x", 4, 60, max_draft_tokens=4), Request("y", 200, 60, arrival=15, max_draft_tokens=4)]
+    requests += [Request(name, 4, 20, arrival=90) for name in ("z", "w")]
     outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: drafted)
-    trace = simulate(controller, requests, Checked(controller), outputs)
+    trace = simulate(Controller([config]), requests, lambda batch: 10, outputs, [(25, "x"), (35, "y")])
     batches = [e.detail for e in trace if e.kind == "started"]
-    assert any(batch.drafts for batch in batches)
-    assert {batch.num_tokens for batch in batches if set(batch.requests) == {"b", "c"} and batch.num_decodes} == {2}
+    assert [batch.requests for batch in batches[:4]] == [["x"], ["x"], ["y"], ["y"]] and batches[1].drafts
+    widths = {batch.num_tokens for batch in batches if set(batch.requests) == {"z", "w"} and batch.num_decodes}
+    assert widths == {2}
