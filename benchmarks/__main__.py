@@ -34,7 +34,10 @@ def main() -> None:
         module, file = importlib.import_module(f"benchmarks.{name}"), options.out / f"{name}.json"
         result = json.loads(file.read_text()) if file.exists() else {}  # other cases stay
         result |= {"benchmark": name, "about": module.__doc__.strip().splitlines()[0]}
-        for model in options.models.split(",") if options.models else getattr(module, "CASES", SHAPES):
+        cases = options.models.split(",") if options.models else getattr(module, "CASES", SHAPES)
+        if hasattr(module, "start"):
+            module.start(cases)
+        for model in cases:
             print(f"== {name}: {model}", flush=True)
             begin, ran = time.time(), {"machine": describe()}
             figures = module.run(model)

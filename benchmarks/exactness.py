@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
@@ -58,24 +58,25 @@ CASES = [*LAWS, "seeded"]
 def run(case: str) -> dict:
     if case == "seeded":
         return seeded()
-    found = _laws()[case].result()
+    found = _started[case].result()
     assert abs(found["sigmas"]) < 3.7, f"{case}: {found}"
     if case.startswith("disturbed"):
         assert min(found["in parts"], found["preempted"]) > law.DISTURBED * SAMPLES, f"{case}: {found}"
     return {"samples": SAMPLES, **found}
 
 
-@cache
-def _laws() -> dict[str, Future]:
-    """All cases on their way, one for each core."""
+_started: dict[str, Future] = {}
+
+
+def start(cases: list[str]) -> None:
+    """The laws among these cases on their way, one for each core."""
     own = dict(os.environ)
     os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}  # of the processes that start here
     pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
-    laws = {name: pool.submit(one_law, name, **case) for name, case in LAWS.items()}
+    _started.update((name, pool.submit(one_law, name, **LAWS[name])) for name in cases if name in LAWS)
     for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"):  # not of this one, which still has to run `seeded`
         os.environ.pop(name)
     os.environ |= own
-    return laws
 
 
 def one_law(name: str, **case: object) -> dict:

@@ -26,7 +26,7 @@ from tests.engine.schedules import Disturbed, forced
 Context = tuple[int, ...]
 BATCH, NUM_BLOCKS = 200, 1000
 WIDE = 3000  # a budget of which decodes have room for five drafted tokens each while prompts wait
-NARROW = dict(budget=40, every=2)  # cuts prompts, and preempts those that decode
+NARROW = dict(budget=100, every=1)  # cuts prompts, and preempts those that decode
 DISTURBED = 0.1  # at least this share of the samples of narrow steps, each way
 PROMPT = [1, 5, 2, 4, 3, 0, 5, 5, 2, 1, 4, 3]
 REPETITIVE = [1, 5, 2, 4, 1, 5, 2, 4, 1, 5, 2, 4]  # something to look up
