@@ -23,7 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     known = f"of {', '.join(NAMES)}, all by default; or {', '.join(APART)}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=known)
-    parser.add_argument("--models", help="shapes or cases, comma-separated; default: all of a benchmark")
+    parser.add_argument("--models", nargs="+", metavar="CASE", help="shapes or cases; default: all of a benchmark")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     for name in options.names:
@@ -34,7 +34,7 @@ def main() -> None:
         module, file = importlib.import_module(f"benchmarks.{name}"), options.out / f"{name}.json"
         result = json.loads(file.read_text()) if file.exists() else {}  # other cases stay
         result |= {"benchmark": name, "about": module.__doc__.strip().splitlines()[0]}
-        cases = options.models.split(",") if options.models else getattr(module, "CASES", SHAPES)
+        cases = options.models or getattr(module, "CASES", SHAPES)
         if hasattr(module, "start"):
             module.start(cases)
         for model in cases:
