@@ -85,7 +85,7 @@ class GoalBudget:
 
     The paper takes one budget for all steps, that of the worst decodes and contexts. Here it is asked anew every step,
     so that few decodes at short contexts leave more to the prompts. The goal is the group's or a request's, whichever
-    is tighter. A step without decodes keeps nobody waiting and is as wide as the knee.
+    is tighter. A step that keeps no decode waiting, in it or behind it in a pipeline, is as wide as the knee.
 
     The goal counts with a margin, and predictions at the pace that the machine has shown of late.
 
@@ -118,7 +118,7 @@ class GoalBudget:
         what steps took of late over what was predicted for them, and `wide`: more than that where they compute
         (`Pace`). `spent`: seconds for drafting beside all that.
         """
-        goal = min(NONE if one is None else one for one in (self.tbt, tbt))
+        goal = min(NONE if one is None or not shape.decodes else one for one in (self.tbt, tbt))
         rows = np.array(prompts, np.int64).reshape(-1, 2)
         within = (goal - spent) / (pace * (1 + self.margin))
         return int(_widest(*self.arrays(), self.tile, self.knee, self.maximum, within, wide, np.array(shape), rows))
@@ -170,7 +170,7 @@ def widest(
     """`GoalBudget`, for a goal in seconds of a predicted step; infinity is none. Wider steps never count as shorter."""
     decodes, wide = shape[0] // tile, max(1.0, wide)
     width = knee
-    if goal < np.inf and shape[2] > 0:
+    if goal < np.inf:
         filled = shape.copy()  # with the first prompts whole
         for i in range(len(prompts)):
             if filled[0] < maximum and prompts[i, 1] > 0:

@@ -137,7 +137,9 @@ def room(s: State) -> int:
         read, step = 0, s.steps[s.now[AT]]
         for i in range(s.now[SLICES]):
             read += step[START, i] * step[LENGTH, i]
-        width = min(room_within_goals(s, candidates(s, width - s.now[WIDTH]), read, goal_of_step(s)), width)
+        waits = s.now[SLICES] > 0 or (s.limits[PIPELINE] > 1 and num_decoding(s) > 0)
+        goal = goal_of_step(s) if waits else NONE
+        width = min(room_within_goals(s, candidates(s, width - s.now[WIDTH]), read, goal), width)
     return width - s.now[WIDTH]
 
 
@@ -564,18 +566,20 @@ def candidates(s: State, most: int) -> Ints:
     return found
 
 
-@making
-def pending(s: State, most: int) -> int:
-    """Prompt tokens that the step could take, up to `most`: of waiting prompts only if the first may come in."""
-    total = 0
-    comes = num_waiting(s) > 0 and s.now[RUNNING] < s.limits[MAX_BATCH]
-    if comes and blocks_for(s, s.numbers[s.waiting[s.now[HEAD]], KNOWN]) <= num_free(s):
-        found = candidates(s, most)
-        for i in range(found.shape[0]):
-            total += found[i, 1]
-    else:
-        for i in range(s.now[PROMPTS]):
-            total += s.numbers[s.prompts[i], PROMPT] - s.numbers[s.prompts[i], SCHEDULED]
+@part
+def pending(s: State, most: int, whole: bool) -> int:
+    """Prompt tokens that no step has taken, of running prompts and of those that may come in now; up to `most`.
+    `whole`: also what was taken of such prompts."""
+    total, slots, free = 0, s.limits[MAX_BATCH] - s.now[RUNNING], num_free(s) - kept_free(s)
+    for i in range(s.now[PROMPTS]):
+        row = s.numbers[s.prompts[i]]
+        total += row[PROMPT] - (0 if whole else row[SCHEDULED])
+    for at in range(s.now[HEAD], min(s.now[TAIL], s.now[HEAD] + slots)):
+        hits, idle, new = lacks(s, s.waiting[at])
+        free -= idle + new
+        if total >= most or free < 0:
+            break
+        total += s.numbers[s.waiting[at], KNOWN] - hits * s.limits[BLOCK_SIZE]
     return min(most, total)
 
 

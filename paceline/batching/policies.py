@@ -24,6 +24,7 @@ from paceline.batching.moves import (
     num_decoding,
     num_drafted,
     num_waiting,
+    pending,
     room,
 )
 from paceline.batching.state import (
@@ -36,6 +37,7 @@ from paceline.batching.state import (
     ENTERING,
     FLYING,
     HEAD,
+    KNEE,
     LANDED,
     LATE,
     LOST,
@@ -52,6 +54,7 @@ from paceline.batching.state import (
     RUNNING,
     SLICES,
     SPENT,
+    TILE,
     TOKEN_BUDGET,
     WANTED,
     WIDTH,
@@ -63,6 +66,7 @@ from paceline.core.request import COHORT, IN_FLIGHT, KNOWN
 
 PATIENCE_S = 60.0  # a prompt without a goal counts as one that wants its first token after so long
 ALL = 1 << 62  # tokens, decodes
+ROUNDS = 2  # of a pipeline that prompts are spread over
 
 
 @part
@@ -267,6 +271,8 @@ def paceline(s: State) -> None:
       prompts make steps as long as a goal between tokens allows: it would be late by a step.
     * A step is composed when the first stage is free for it, so that it takes what has come meanwhile.
     * Chunks of one prompt follow each other through the pipeline, so a long prompt fills it alone.
+    * Where steps are profiled, prompts are spread over ROUNDS of the pipeline: as wide steps as the budget allows, and
+      then narrow ones, are bubbles in other stages.
     * Prompts, running or waiting, go by the time at which their first token is wanted: a short one with a goal is not
       stuck behind a long one, and nobody starves.
 
@@ -278,11 +284,26 @@ def paceline(s: State) -> None:
     else:
         decode(s, (num_decoding(s) + stages - 1) // stages, True)
     left = room(s)
+    if stages > 1 and s.limits[KNEE] > 0 and left > 0:
+        left = even_share(s, s.now[WIDTH], pending(s, ROUNDS * stages * left, True), left)
     while left > 0:
         slot = next_prompt(s)
         if slot < 0:
             break
         left -= chunk(s, slot, left)
+
+
+@part
+def even_share(s: State, width: int, prompts: int, most: int) -> int:
+    """Tokens for a step of `width`, at most so many, where so many of prompts are spread evenly over the pipeline: over
+    as many steps as bring them out of it soonest, at most ROUNDS. Steps are whole tiles."""
+    stages, tile, share, soonest = s.limits[PIPELINE], s.limits[TILE], most, NONE
+    for steps in range(max(1, (prompts + most - 1) // most), ROUNDS * stages + 1):
+        each = (width + (prompts + steps - 1) // steps + tile - 1) // tile * tile
+        took = (steps + stages - 1) * s.linear[min(each, len(s.linear) - 1)]
+        if took < soonest:
+            share, soonest = each - width, took
+    return min(share, most)
 
 
 @dataclass(frozen=True, slots=True)

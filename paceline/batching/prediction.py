@@ -12,7 +12,7 @@ import numpy as np
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import add_chunk, seconds_at_pace, widest_of
 from paceline.batching.moves import left_of, num_waiting
-from paceline.batching.policies import PREFILL_FIRST, done, joins, seconds_of_whole
+from paceline.batching.policies import PACELINE, PREFILL_FIRST, done, even_share, joins, seconds_of_whole
 from paceline.batching.state import (
     BESIDE,
     FLYING,
@@ -23,6 +23,7 @@ from paceline.batching.state import (
     MAX_BATCH,
     MAX_PROMPT_TOKENS,
     NEXT_BATCH,
+    NONE,
     PACE,
     PIPELINE,
     POLICY,
@@ -39,12 +40,14 @@ from paceline.core.request import HELD, IN_FLIGHT, KNOWN, LIMIT, PROMPT, SCHEDUL
 Ways = tuple[float, float, float, bool]
 NOBODY: Ways = (0.0, 0.0, 0.0, False)
 LATELY_S, RESERVE = 10.0, 0.3  # others on the device had a step so many seconds ago: such a share of the time is kept
+WIDENS = 0.13  # and so much for prompts that come meanwhile, and widen steps that prompts are spread over
 
 
 @making
-def step(s: State, decodes: int, context: int, pending: int) -> tuple[int, float]:
+def step(s: State, decodes: int, context: int, pending: int, whole: int) -> tuple[int, float]:
     """Prompt tokens and seconds of a step with these decodes, that read so many tokens, or its share of them in a
-    pipeline, and what it takes of the prompts; 0 seconds where nobody has measured steps."""
+    pipeline, and what it takes of the prompts, of which so many tokens are left, of so many; 0 seconds where nobody has
+    measured steps."""
     if len(s.linear) == 0:
         return min(pending, s.limits[TOKEN_BUDGET]), 0.0
     shape, prompts, chunk, stages = np.zeros(7, np.int64), np.zeros((1, 2), np.int64), 0, s.limits[PIPELINE]
@@ -53,9 +56,12 @@ def step(s: State, decodes: int, context: int, pending: int) -> tuple[int, float
     shape[3] = context // stages
     if pending > 0:
         prompts[0, 1] = pending
-        within = s.factors[GOAL] / (s.factors[PACE] * stages * (1 + s.factors[MARGIN]))
+        goal = s.factors[GOAL] if decodes > 0 else NONE
+        within = goal / (s.factors[PACE] * stages * (1 + s.factors[MARGIN]))
         width = widest_of(s, within, shape, prompts)
         chunk = min(pending, max(1, min(width, s.limits[TOKEN_BUDGET]) - decodes))
+        if stages > 1 and s.limits[POLICY] == PACELINE:
+            chunk = even_share(s, decodes, whole, chunk)
         add_chunk(shape, pending // 2, chunk, True)
     return chunk, seconds_at_pace(s, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]))
 
@@ -99,20 +105,21 @@ def whole_steps(s: State, begin: float, free: float, tokens: int, wanted: float,
 def turn(s: State, now: float) -> tuple[int, float]:
     """Prompt tokens and seconds of the next step; 0 seconds where there is nothing to do, or nobody has measured steps.
     """
-    decodes = context = pending = 0
+    decodes = context = pending = whole = 0
     for i in range(s.now[RUNNING]):
         slot = s.running[i]
         left = s.numbers[slot, PROMPT] - s.numbers[slot, SCHEDULED]
-        pending += max(0, left)
-        if left <= 0 and s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN] > min(1, s.numbers[slot, IN_FLIGHT]):
+        if left > 0:
+            pending, whole = pending + left, whole + s.numbers[slot, PROMPT]
+        elif s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN] > min(1, s.numbers[slot, IN_FLIGHT]):
             decodes += 1
             context += s.numbers[slot, KNOWN]
     if s.limits[POLICY] == PREFILL_FIRST and num_waiting(s) > 0:
         begin, free = now + left_of_flight(s, now), s.clocks[s.limits[PIPELINE] - 1]
         return s.limits[MAX_PROMPT_TOKENS], whole_step(s, s.now[HEAD], begin, free, 0, 0.0)[2]
     for i in range(s.now[HEAD], s.now[TAIL]):
-        pending += s.numbers[s.waiting[i], KNOWN]
-    return step(s, decodes, context, pending) if decodes + pending > 0 else (0, 0.0)
+        pending, whole = pending + s.numbers[s.waiting[i], KNOWN], whole + s.numbers[s.waiting[i], KNOWN]
+    return step(s, decodes, context, pending, whole) if decodes + pending > 0 else (0, 0.0)
 
 
 @part
@@ -148,7 +155,7 @@ def between_tokens(s: State, tokens: int) -> float:
 
 @part
 def _between(s: State, decodes: int, context: int) -> float:
-    return s.limits[PIPELINE] * (step(s, decodes, context, 0)[1] - s.factors[BESIDE])
+    return s.limits[PIPELINE] * (step(s, decodes, context, 0, 0)[1] - s.factors[BESIDE])
 
 
 @part
@@ -183,14 +190,19 @@ def first_token(
     if _between(s, decodes + 1, context + tokens) > min(s.factors[GOAL], tbt):
         return np.inf
     pending, needed = tokens - cached, blocks_for(s, tokens)
+    whole = pending
     for i in range(counts[RUNNING]):
         slot = s.running[i]
-        if s.times[slot, WANTED] <= wanted:
-            pending += max(0, numbers[slot, PROMPT] - numbers[slot, SCHEDULED])
+        left = numbers[slot, PROMPT] - numbers[slot, SCHEDULED]
+        if left > 0:
+            whole += numbers[slot, PROMPT]
+            pending += left if s.times[slot, WANTED] <= wanted else 0
     for i in range(counts[HEAD], counts[TAIL]):
         slot = s.waiting[i]
+        left = left_of(s, slot)[1]
+        whole += left
         if s.times[slot, WANTED] <= wanted:
-            pending += left_of(s, slot)[1]
+            pending += left
             needed += blocks_for(s, numbers[slot, KNOWN])
     rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
     stages, begin = s.limits[PIPELINE], max(left_of_flight(s, now), ahead)
@@ -199,11 +211,12 @@ def first_token(
     if s.limits[POLICY] == PREFILL_FIRST:
         took = whole_steps(s, now + begin, now + free, tokens - cached, wanted, others) - now
         if rest > 0:
-            took += rest * (step(s, decodes, context, 0)[1] + others)
+            took += rest * (step(s, decodes, context, 0, 0)[1] + others)
     else:
-        chunk, each = step(s, decodes, context, pending)
+        chunk, each = step(s, decodes, context, pending, whole)
         steps = -(-pending // chunk) + rest
         took = max(begin + (stages - 1) * each, free) + steps * (each + others) - others
+        took *= 1 + (WIDENS if stages > 1 and s.limits[POLICY] == PACELINE else 0.0)
     return took * (1 + s.factors[MARGIN]) / (1 - (RESERVE if lately else 0.0))
 
 

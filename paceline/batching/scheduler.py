@@ -89,7 +89,7 @@ _add = entry(I64, STATE, I64, I64, F64, F64, F64, I64)(moves.add)
 _take_no_more = entry(VOID, STATE, I64)(moves.take_no_more)
 _end = entry(VOID, STATE, I64)(moves.end)
 _num_cached = entry(I64, STATE, INTS)(blocks.num_cached)
-_pending = entry(I64, STATE, I64)(moves.pending)
+_pending = entry(I64, STATE, I64, BOOL)(moves.pending)
 _goal_of_step = entry(F64, STATE)(moves.goal_of_step)
 _reset = entry(VOID, STATE)(moves.reset)
 
@@ -256,7 +256,7 @@ class Scheduler:
         self._keep_pace(now)
         if self.lookahead and s.now[DRAFTING]:
             budget, order, goal = self.config.token_budget, s.running[: s.now[RUNNING]], _goal_of_step(self.handle)
-            waits = _pending(self.handle, budget)
+            waits = _pending(self.handle, budget, False)
             chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
             s.chosen[order] = chosen[order]  # of other slots it holds what was chosen for those who had them before
         s.factors[SPENT], s.factors[BEGIN] = spent, now

@@ -188,6 +188,16 @@ def test_chunks_of_one_prompt_follow_each_other_through_the_pipeline():
     assert stages[-1][-1] == (50, 60)
 
 
+def test_prompts_are_spread_over_the_pipeline():
+    """As wide as the knee, a prompt of 120 tokens would be two steps, and out of four stages after 5 x 70 s."""
+    budget, stages = GoalBudget(tuple(10.0 + n for n in range(61)), (0.0,) * 6, tile=1, knee=60, maximum=60), []
+    controller, outputs = Controller([GroupConfig(pipeline=4, budget=budget)]), FixedOutputs({"a": 1})
+    watch = lambda batch, times: stages.append(times)  # noqa: E731
+    simulate(controller, [Request("a", 120, 1)], lambda batch: 10 + batch.num_tokens, outputs, watch=watch)
+    assert [times[0] for times in stages] == [(30 * n, 30 * (n + 1)) for n in range(6)]
+    assert stages[-1][-1] == (8 * 30, 9 * 30)
+
+
 @pytest.mark.parametrize(("policy", "width"), [("paceline", 2), ("sarathi_serve", 6)])
 def test_decodes_are_spread_over_the_pipeline(policy, width):
     requests = [Request(str(i), 4, 60) for i in range(6)]
