@@ -212,10 +212,32 @@ def _loading(cases: dict) -> list[list[Panel]]:
     return [[Panel("loading, and copying as much", "", "GB/s read and written", bars)]]
 
 
+def _speculation(name: str, case: dict) -> list[Panel]:
+    """The paper's Figure 1 and, where there are loads, no drafts and fixed numbers against as many as pay."""
+    rows = {str(row["K"]): row for row in case["single"]["rows"] if row["K"] not in (0, "adaptive")}
+
+    def by_depth(**keys: str) -> Bars:
+        return {depth: {label: row[key] for label, key in keys.items()} for depth, row in rows.items()}
+
+    at, tokens = f"{name} ({case['machine']['cpu'].split(' @')[0]})", "tokens drafted, K"
+    shares = {"speed-up": "speed_up", "by the formula": "formula", "tokens / (K + 1)": "tokens_per_step_over_K_1"}
+    found = [
+        Panel(at, tokens, "speed-up; share of the tokens of a step", by_depth(**shares)),
+        Panel("time of a step", tokens, "ms", by_depth(measured="ms_per_step")),
+    ]
+    for key, what, goal in ("none", "no drafts", 0.98), ("best_fixed", "the best fixed number", 0.97):
+        over: Bars = {}
+        for one in case.get("loads", ()):
+            over.setdefault(str(one["requests"]), {})[f"{one['acceptance']:.2f}"] = one[f"adaptive_over_{key}"]
+        if over:
+            found.append(Panel("as many as pay, by acceptance", "requests", f"over {what}", over, (("", goal),), True))
+    return found
+
+
 PICTURES: dict[str, Callable[[dict], list[list[Panel]]]] = {
     "floor": _each(_floor), "peers": _each(_peers), "sarathi_tables": _each(_sarathi_tables), "tails": _each(_tails),
     "prediction": lambda cases: [[panel for name, one in cases.items() for panel in _prediction(name, one)]],
-    "scheduler": _scheduler, "faults": _faults, "loading": _loading,
+    "scheduler": _scheduler, "faults": _faults, "loading": _loading, "speculation": _each(_speculation),
 }  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 `single`: one request at a time, for each K, what the engine reaches, beside
 (1 - a^(K+1)) / ((1 - a) (K c + T(K+1) / T(1)))
-with the acceptance a, the draft's cost c and the step times T(n) measured in the same run. `loads`: so many requests at
+with the acceptance a, the draft's cost c and the step times T(n) measured in the same run (the paper's Figure 1), and
+what K = 4 gives by how tokens are drawn (its Table 1). `loads`: so many requests at
 a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). Ways of one request take turns run by
 run, those of loads every few steps, so that what the machine does in a minute happens to all of them; a ratio's error
 is the standard one of its parts. What comes in the first second does not count: a server has learnt what it can. Draft
@@ -39,7 +40,8 @@ CASES = list(PLANS)
 TURN_S, WARM_S, PARTS, MANY = 0.1, 1.0, 8, 600  # MANY: requests that no way comes to the end of
 ACCEPTANCES = (0.3, 0.6, 0.8, 0.95)
 DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8)
-FIXED = (2, 4, 6)
+FIXED = (1, 2, 4, 6, 8)
+DRAWN: dict[str, dict] = {"greedy": dict(temperature=0.0), "nucleus .8": dict(top_p=0.8), "temperature 1": {}}
 WAYS = {"none": (0, False), **{f"K={k}": (k, False) for k in FIXED}, "adaptive": (8, True)}  # most drafts; adaptive?
 
 
@@ -64,20 +66,25 @@ class Pair:
         self.costs = [Costs(p.step_time.linear, p.step_time.emit + p.step_time.decode, p.step_time.decode_context)
                       for p in profiles]  # fmt: skip
 
-    def run(self, requests: int, most: int, at_a_time: int, adaptive: bool = False, seed: int = 0) -> dict[str, float]:
-        """Seconds, tokens and drafts of requests that are there at once."""
+    def run(
+        self, requests: int, most: int, at_a_time: int, adaptive: bool = False, seed: int = 0, **drawn: float
+    ) -> dict[str, float]:  # fmt: skip
+        """Seconds, tokens and drafts of requests that are there at once; `drawn`: how their tokens are."""
         counts: dict[str, float] = defaultdict(float)
         offline = self.offline(self.runner, at_a_time, adaptive, counts)
         begin = time.perf_counter()
-        results = offline.generate(*self.requests(requests, most, seed))
+        results = offline.generate(*self.requests(requests, most, seed, **drawn))
         counts["seconds"] = time.perf_counter() - begin
         return counts | {"output": sum(len(one.tokens) for one in results)}
 
-    def requests(self, count: int, most: int, seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    def requests(
+        self, count: int, most: int, seed: int, temperature: float = 1.0, top_p: float = 1.0
+    ) -> tuple[list[list[int]], list[SamplingParams]]:  # fmt: skip
         prompts = [Random(100 * seed + i).choices(range(300, VOCABULARY), k=PROMPT) for i in range(count)]
         base = SamplingParams(
-            max_tokens=self.output, temperature=1.0, ignore_eos=True, seeded=False, max_draft_tokens=most
-        )
+            max_tokens=self.output, temperature=temperature, top_p=top_p, ignore_eos=True, seeded=False,
+            max_draft_tokens=most,
+        )  # fmt: skip
         return prompts, [replace(base, seed=1000 * seed + i) for i in range(count)]
 
     def offline(self, runner: ModelRunner, at_a_time: int, adaptive: bool, counts: dict[str, float]) -> Offline:
@@ -151,6 +158,8 @@ def run(shape: str) -> dict:
     result: dict = {"draft_layers": both.layers, "vocabulary": VOCABULARY, "output": both.output}
     result["single"] = single(both)
     print(f"  single: {result['single']}", flush=True)
+    result["drawn, K=4"] = drawn(both)
+    print(f"  drawn: {result['drawn, K=4']}", flush=True)
     result["loads"] = [point for acceptance in ACCEPTANCES for point in loads(both, acceptance)] if both.loads else []
     return result
 
@@ -186,6 +195,22 @@ def single(both: Pair, acceptance: float = 0.8) -> dict:
         "T(1)_ms": round(1e3 * widths[1], 2),
         "rows": rows,
     }
+
+
+def drawn(both: Pair, most: int = 4) -> dict[str, dict]:
+    """The pair as it is dialled now, by how tokens are drawn."""
+    rows = {}
+    for name, how in DRAWN.items():
+        runs = [[both.run(2, depth, 1, seed=turn, **how) for depth in (0, most)] for turn in range(both.rounds)]
+        total = {key: sum(with_drafts[key] for _, with_drafts in runs) for key in runs[0][1]}
+        times = [[one["decode_s"] / one["tokens"] for one in pair] for pair in runs]
+        rows[name] = {
+            "ms_per_token": [round(1e3 * median(some), 3) for some in zip(*times, strict=True)],
+            "speed_up": round(median(alone / drafted for alone, drafted in times), 3),
+            "acceptance": round(total["accepted"] / total["tried"], 3),
+            "tokens_per_step": round(total["tokens"] / total["steps"], 3),
+        }
+    return rows
 
 
 def loads(both: Pair, acceptance: float) -> list[dict]:
