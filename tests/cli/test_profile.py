@@ -111,7 +111,8 @@ def test_drafts_that_cannot_be_measured_are_named(arguments, message):
 def test_end_to_end(tmp_path, cache):
     """In a process of its own: what this one holds would count as its memory."""
     file, png = tmp_path / "coder.json", tmp_path / "coder.png"
-    options = ["--quick", "--token-budget", "64", "--max-batch", "16", "--context", "512", "--memory", "1GiB"]
+    options = ["--quick", "--seconds", "2", "--token-budget", "64", "--max-batch", "16", "--context", "512"]
+    options += ["--memory", "1GiB"]
     command = [sys.executable, "-m", "paceline.cli.main", "profile", "builtin:coder", *options, "--tbt-goal", "1"]
     command += ["--json", str(file), "--plot", str(png)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | {"COLUMNS": "150"})
