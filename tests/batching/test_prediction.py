@@ -205,7 +205,7 @@ def test_nobody_guesses_without_a_profile():
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_a_step_in_flight_counts_by_what_is_left_of_it(pipeline):
     """And not at all where it takes longer than was thought."""
-    controller = Controller([config("a", pipeline=pipeline, policy="sarathi_serve")])  # it takes prompts whole
+    controller = Controller([config("a", pipeline=pipeline)])
     request, took = Request("x", 100, 1, model="a"), STEP.seconds(StepShape().add(0, 100, True))
     _, (batch,) = controller.turn([Submit(Request("y", 100, 1, model="a"))], 5.0)
     scheduler, stages = controller.groups[0].scheduler, pipeline
