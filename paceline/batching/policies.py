@@ -284,7 +284,7 @@ def paceline(s: State) -> None:
     else:
         decode(s, (num_decoding(s) + stages - 1) // stages, True)
     left = room(s)
-    if stages > SHORT and s.limits[KNEE] > 0 and left > 0:
+    if left > 0 and spreads(s):
         left = even_share(s, s.now[WIDTH], pending(s, ROUNDS * stages * left, True), left)
     while left > 0:
         slot = next_prompt(s)
@@ -294,13 +294,19 @@ def paceline(s: State) -> None:
 
 
 @part
+def spreads(s: State) -> bool:
+    """Whether prompts are spread over the pipeline (`even_share`)."""
+    return s.limits[POLICY] == PACELINE and s.limits[PIPELINE] > SHORT and s.limits[KNEE] > 0
+
+
+@part
 def even_share(s: State, width: int, prompts: int, most: int) -> int:
     """Tokens for a step of `width`, at most so many, where so many of prompts are spread evenly over the pipeline: over
     as many steps as bring them out of it soonest, at most ROUNDS. Steps are whole tiles."""
     stages, tile, share, soonest = s.limits[PIPELINE], s.limits[TILE], most, NONE
     for steps in range(max(1, (prompts + most - 1) // most), ROUNDS * stages + 1):
         each = (width + (prompts + steps - 1) // steps + tile - 1) // tile * tile
-        took = (steps + stages - 1) * s.linear[min(each, len(s.linear) - 1)]
+        took = (steps + stages - 1) * seconds_at_pace(s, (each, 0, 0, 0, 0, 0, 0))
         if took < soonest:
             share, soonest = each - width, took
     return min(share, most)

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import add_chunk, seconds_at_pace, widest_of
 from paceline.batching.moves import left_of, num_waiting
-from paceline.batching.policies import PACELINE, PREFILL_FIRST, SHORT, done, even_share, joins, seconds_of_whole
+from paceline.batching.policies import PREFILL_FIRST, done, even_share, joins, seconds_of_whole, spreads
 from paceline.batching.state import (
     BESIDE,
     FLYING,
@@ -60,7 +60,7 @@ def step(s: State, decodes: int, context: int, pending: int, whole: int) -> tupl
         within = goal / (s.factors[PACE] * stages * (1 + s.factors[MARGIN]))
         width = widest_of(s, within, shape, prompts)
         chunk = min(pending, max(1, min(width, s.limits[TOKEN_BUDGET]) - decodes))
-        if stages > SHORT and s.limits[POLICY] == PACELINE:
+        if spreads(s):
             chunk = even_share(s, decodes, whole, chunk)
         add_chunk(shape, pending // 2, chunk, True)
     return chunk, seconds_at_pace(s, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]))
@@ -199,10 +199,9 @@ def first_token(
             pending += left if s.times[slot, WANTED] <= wanted else 0
     for i in range(counts[HEAD], counts[TAIL]):
         slot = s.waiting[i]
-        left = left_of(s, slot)[1]
-        whole += left
+        whole += numbers[slot, KNOWN]
         if s.times[slot, WANTED] <= wanted:
-            pending += left
+            pending += left_of(s, slot)[1]
             needed += blocks_for(s, numbers[slot, KNOWN])
     rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
     stages, begin = s.limits[PIPELINE], max(left_of_flight(s, now), ahead)
@@ -216,7 +215,7 @@ def first_token(
         chunk, each = step(s, decodes, context, pending, whole)
         steps = -(-pending // chunk) + rest
         took = max(begin + (stages - 1) * each, free) + steps * (each + others) - others
-        took *= 1 + (WIDENS if stages > SHORT and s.limits[POLICY] == PACELINE else 0.0)
+        took *= 1 + (WIDENS if spreads(s) else 0.0)
     return took * (1 + s.factors[MARGIN]) / (1 - (RESERVE if lately else 0.0))
 
 
