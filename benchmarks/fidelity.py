@@ -70,11 +70,12 @@ def run(folder: Path, quick: bool) -> dict:
     }  # fmt: skip
     for seed, share in enumerate(SHARES[:1] if quick else SHARES, 1):
         name = poisson(folder, share * most, duration, seed)
-        shutil.copy(folder / "profile.json", folder / "same_run.json")
-        got = served_trace(folder, name, "same_run.json")
+        own = f"profile-{share}.json"
+        shutil.copy(folder / "profile.json", folder / own)
+        got = served_trace(folder, name, own)
         row = {"sent_late_p99_s": got["sent_late_p99_s"], "status": got["status"]}
-        row["live"] = live(json.loads((folder / "same_run.json").read_text()))
-        for key, known in (("before", "profile.json"), ("same_run", "same_run.json")):
+        row["live"] = live(json.loads((folder / own).read_text()))
+        for key, known in (("before", "profile.json"), ("same_run", own)):
             promised = simulated(folder, name, profile=known)
             row[key] = {"all": errors(promised, got)}
             row[key] |= {model: errors(promised["models"][model], part) for model, part in got["models"].items()}

@@ -2,12 +2,12 @@
 
 # mypy: disable-error-code=no-any-return
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from paceline.batching.pace import COMPUTES, pace_of
 from paceline.batching.state import (
     BESIDE,
     KNEE,
@@ -25,58 +25,9 @@ from paceline.batching.state import (
 )
 from paceline.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, making, part
 from paceline.core.batch import StepShape
-from paceline.latency.step_time import WIDTHS, predicted
+from paceline.latency.step_time import predicted
 
-COMPUTES = WIDTHS[-1]  # tokens of a step that computes more than it reads
 seconds = part(predicted)
-
-
-class Pace:
-    """Predicted step times, and how far the machine has been from them of late.
-
-    A shared machine is half as fast for seconds on end, and much the same for steps of all shapes, so one factor that
-    follows slowly repairs most of it: a running average of what steps took over what was predicted, in logarithms. A
-    single step counts little, however long it stalled. What other work on the machine does to steps that compute is not
-    what it does to those that read, but stays the same for long: a second factor of those, which follows slower.
-
-    `margin` is what 99 of 100 steps are longer by than predicted so, at most, since most are as long as a goal allows:
-    at first the profile's error, of steps that nothing follows. It moves by little with every step, 99 times as far up
-    as down.
-    """
-
-    FOLLOWS, SLOWLY, MOST = 0.2, 0.05, 1.5  # shares of the newest step; the most that it may be off by
-    LONGEST_S = 0.02  # beside the engine; what is longer is a stall
-    REST_S = 30.0  # without a step, after which a third of what was learnt is left
-    UP, DOWN = 0.0099, 0.0001
-
-    def __init__(self, predict: Callable[[StepShape], float], margin: float = 0.0) -> None:
-        self.predict, self.margin, self._profiled = predict, margin, margin
-        self.factor = self.wide = 1.0
-        self.beside = 0.0  # seconds of a step beside the engine, a running average: messages, and who has the core
-
-    def of(self, tokens: int) -> float:
-        """Of a step of so many tokens."""
-        return self.factor * self.wide if tokens >= COMPUTES else self.factor
-
-    def seconds(self, shape: StepShape) -> float:
-        return self.of(shape.tokens) * self.predict(shape)
-
-    def observe(self, shape: StepShape, seconds: float) -> None:
-        change = seconds / self.seconds(shape)
-        self.margin = max(0.0, self.margin + (self.UP if change > 1 + self.margin else -self.DOWN))
-        change = min(max(change, 1 / self.MOST), self.MOST)
-        self.factor *= change**self.FOLLOWS
-        if shape.tokens >= COMPUTES:
-            self.wide *= change**self.SLOWLY
-
-    def observe_beside(self, seconds: float) -> None:
-        self.beside += self.FOLLOWS * (min(max(seconds, 0.0), self.LONGEST_S) - self.beside)
-
-    def rest(self, seconds: float) -> None:
-        """So long there was no step. Who is refused for what was learnt once must not be refused for ever."""
-        left = math.exp(-seconds / self.REST_S)
-        self.factor, self.wide, self.beside = self.factor**left, self.wide**left, self.beside * left
-        self.margin = self._profiled + (self.margin - self._profiled) * left
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +67,7 @@ class GoalBudget:
         `prompts`: (context, remaining) tokens of the prompts that could be chunked, in the order in which they would
         be. `tbt`: seconds, the tightest goal among the running sequences that decode; None: nobody has one. `pace`:
         what steps took of late over what was predicted for them, and `wide`: more than that where they compute
-        (`Pace`). `spent`: seconds for drafting beside all that.
+        (`batching.pace`). `spent`: seconds for drafting beside all that.
         """
         goal = min(NONE if one is None or not shape.decodes else one for one in (self.tbt, tbt))
         rows = np.array(prompts, np.int64).reshape(-1, 2)
@@ -139,8 +90,7 @@ def seconds_at_pace(s: State, shape: tuple[int, ...]) -> float:
     where nobody has measured steps."""
     if len(s.linear) == 0:
         return 0.0
-    took = s.factors[PACE] * seconds(s.linear, s.terms, shape)
-    return (took * s.factors[WIDE] if shape[0] >= COMPUTES else took) + s.factors[BESIDE]
+    return pace_of(s, shape[0]) * seconds(s.linear, s.terms, shape) + s.factors[BESIDE]
 
 
 @making

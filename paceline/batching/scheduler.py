@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from paceline.batching import blocks, held_back, moves, policies
-from paceline.batching.budget import GoalBudget, Pace
+from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
+from paceline.batching.pace import forgotten, learn_beside, learned, pace_of
 from paceline.batching.policies import Policy
 from paceline.batching.prediction import (
     NOBODY,
@@ -25,7 +26,6 @@ from paceline.batching.state import (
     ADAPTIVE,
     ARRIVAL,
     BEGIN,
-    BESIDE,
     BLOCK_SIZE,
     BY_GOAL,
     CACHED_TOKENS,
@@ -33,6 +33,7 @@ from paceline.batching.state import (
     DRAFT,
     DRAFTING,
     ENTERING,
+    ERROR,
     FREE_SLOTS,
     GOAL,
     HEAD,
@@ -78,7 +79,6 @@ from paceline.core.protocols import Lookahead
 from paceline.core.request import HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Request, Sequence
 
 Predict = Callable[[StepShape], float]
-IDLE_S = 1.0  # without a step: from then on what was learnt of steps is forgotten, little by little
 
 
 _compose = entry(I64, STATE)(policies.compose)
@@ -96,6 +96,7 @@ _reset = entry(VOID, STATE)(moves.reset)
 # likewise, interpreted
 _leave_first_stage, _wanted = plain(policies.leave_first_stage), plain(policies.wanted)
 _num_free, _with_another = plain(blocks.num_free), plain(with_another)
+_pace_of, _learn_beside = plain(pace_of), plain(learn_beside)
 
 
 def make_state(
@@ -115,6 +116,7 @@ def make_state(
     if budget is not None:
         limits[TILE], limits[KNEE], limits[MAXIMUM] = budget.tile, budget.knee, budget.maximum
         factors[GOAL], factors[MARGIN] = NONE if budget.tbt is None else budget.tbt, budget.margin
+        factors[ERROR] = budget.margin
         linear, terms = budget.arrays()
     return make(limits, factors, linear, terms, config.most_blocks or config.num_blocks, slots, table)
 
@@ -133,12 +135,11 @@ class Scheduler:
     ) -> None:
         self.config, self.policy, self.pipeline = config, policy, pipeline
         self.lookahead = lookahead
-        self.pace = Pace(predict, budget.margin if budget else 0.0) if predict else None
+        self.predict = predict
         self.state = make_state(config, policy, pipeline, budget, lookahead is not None)
         self.handle = Handle(STATE, self.state)
         self.flying: dict[int, Batch] = {}  # by the batch's number
         self._begun: dict[int, float] = {}  # likewise: when it was composed
-        self._rested = 0.0  # up to when it is counted that there was no step
         self._sequences = np.empty(len(self.state.numbers), object)
         self._ids = np.empty(len(self.state.numbers), object)
         self.preempted: list[Sequence] = []  # until somebody takes note
@@ -212,7 +213,8 @@ class Scheduler:
     ) -> float:  # fmt: skip
         """Seconds until a request that comes now would have its first token (`prediction.first_token`), with others
         `in_the_way`."""
-        self._keep_pace(now)
+        if self.predict:
+            forgotten(self.handle, now)
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
         all_ways = NOBODY
         for way in ways:
@@ -253,7 +255,8 @@ class Scheduler:
         `preempted` grows by those who lost their blocks for it.
         """
         s, spent = self.state, 0.0
-        self._keep_pace(now)
+        if self.predict:
+            forgotten(self.handle, now)
         if self.lookahead and s.now[DRAFTING]:
             budget, order, goal = self.config.token_budget, s.running[: s.now[RUNNING]], _goal_of_step(self.handle)
             waits = _pending(self.handle, budget, False)
@@ -282,29 +285,20 @@ class Scheduler:
             counts[DECODES],
             shape,
             self._predicted(shape, spent if drafts else None),
-            self.pace.of(shape.tokens) if self.pace else 1.0,
+            float(_pace_of(s, shape.tokens)),
             tuple(self.preempted),
             drafts,
         )
         self.flying[number], self._begun[number] = batch, now
         return batch
 
-    def _keep_pace(self, now: float) -> None:
-        if pace := self.pace:
-            factors = self.state.factors
-            if not self.flying and (idle := now - max(self._rested, float(factors[LANDED]))) > IDLE_S:
-                pace.rest(idle)
-                self._rested = now
-            factors[PACE], factors[WIDE], factors[BESIDE] = pace.factor, pace.wide, pace.beside
-            factors[MARGIN] = pace.margin
-
     def _predicted(self, shape: StepShape, spent: float | None) -> float | None:
         """Seconds of the step, if all is drafted that may be, which takes `spent`; None: nothing is drafted."""
-        if self.pace is None or (spent is not None and self.lookahead is None):
+        if self.predict is None or (spent is not None and self.lookahead is None):
             return None
         if spent is not None and self.lookahead:
-            return self.lookahead.verification(self.pace.predict(shape), shape.tokens) + spent
-        return self.pace.seconds(shape)
+            return self.lookahead.verification(self.predict(shape), shape.tokens) + spent
+        return float(_pace_of(self.state, shape.tokens)) * self.predict(shape)
 
     def complete(
         self, id: int, result: StepResult, now: float = 0.0
@@ -320,10 +314,11 @@ class Scheduler:
         self.state.factors[LANDED] = now
         step = self.state.steps[id % self.pipeline, :, : len(batch.requests)]
         slots = step[SLOT]
-        if self.pace and result.seconds and not batch.drafts:
-            self.pace.observe(batch.shape, result.seconds - result.draft_seconds)
-        if self.pace and result.seconds and self.pipeline == 1:  # else it may have waited for a stage
-            self.pace.observe_beside(now - begun - result.seconds)
+        if self.predict and result.seconds and not batch.drafts:
+            took, predicted = result.seconds - result.draft_seconds, self.predict(batch.shape)
+            learned(self.handle, batch.shape.tokens, predicted, took)
+        if self.predict and result.seconds and self.pipeline == 1:  # else it may have waited for a stage
+            _learn_beside(self.state, now - begun - result.seconds)
         tokens, gone = result.tokens, list[int]()
         if result.failed or self._num_ended:
             tokens = tokens.copy()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from paceline.engine.config import ModelConfig, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.host import device_bytes
 from paceline.latency.profile import Profile
-from paceline.latency.step_time import StepTime
+from paceline.latency.step_time import StepTime, interference
 from paceline.latency.texts import TextTimes
 from paceline.placement.problem import Problem
 from paceline.placement.tables import ModelTable, ShapeTable, from_layers
@@ -55,13 +55,15 @@ class ShapeEntry(msgspec.Struct):
 
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
+Paces = dict[Annotated[int, msgspec.Meta(gt=0)], Positive]
 
 
 class LiveEntry(msgspec.Struct, forbid_unknown_fields=True):
     pace: Positive = 1.0  # seconds of a step in a server over what the profile says
     overhead_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of a step, beside the engine
-    widths: dict[Annotated[int, msgspec.Meta(gt=0)], Positive] = {}  # paces by tokens of a step, from so many on
-    spread: tuple[Positive, ...] = ()  # of steps over those; equally likely
+    widths: Paces = {}  # by tokens of a step, from so many on
+    apart: dict[Literal["idle", "busy"], dict[Literal["own", "other"], Paces]] = {}  # by what else there is
+    spread: tuple[Positive, ...] = ()  # of steps over those like them; equally likely
 
     @property
     def paces(self) -> dict[int, float]:
@@ -307,6 +309,7 @@ def _as_served(model: SimulatedModel, live: LiveEntry) -> SimulatedModel:
     return replace(
         model, table=replace(model.table, shapes=shapes), step_time=step, text_time=text, budget=budget,
         overhead_s=live.overhead_s, spread=live.spread,
+        interference=interference(live.paces, live.apart),
     )  # fmt: skip
 
 

@@ -21,6 +21,11 @@ Array = NDArray[np.float64]
 # Steps of so many tokens and more differ from their profile alike in a server: a decode alone, decodes that read the
 # weights together, and what computes more than it reads
 WIDTHS = (1, 2, 17)
+# and by what else there is: whether other devices have a step under way when it enters its own, and whose was last
+OTHERS, BEFORE = ("idle", "busy"), ("own", "other")
+# What a step takes over what steps of its width do on average, [others, before, width] in a row
+Interference = tuple[float, ...]
+NO_INTERFERENCE: Interference = (1.0,) * len(OTHERS) * len(BEFORE) * len(WIDTHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +56,27 @@ class StepTime:
 
         A wider step still takes no less, so a pace that would make it shorter counts from where it does not.
         """
-        bounds = sorted(paces)
-        by_width = [paces[bounds[max(0, bisect_right(bounds, n) - 1)]] for n in range(len(self.linear))]
-        linear = np.maximum.accumulate(np.array(self.linear) * by_width)
-        factors = [paces[bounds[0]]] * 3 + [paces[bounds[-1]]] * 3
+        linear = np.maximum.accumulate([seconds * pace_of(paces, n) for n, seconds in enumerate(self.linear)])
+        factors = [paces[min(paces)]] * 3 + [paces[max(paces)]] * 3
         return StepTime(tuple(linear.tolist()), *map(operator.mul, factors, self.terms))
 
     def seconds(self, shape: StepShape) -> float:
         """Steps wider than the table go on at its average slope."""
         return predicted(self.linear, self.terms, shape)
+
+
+def pace_of(paces: Mapping[int, float], tokens: int) -> float:
+    """By tokens from so many on; below the first as there."""
+    bounds = sorted(paces)
+    return paces[bounds[max(0, bisect_right(bounds, tokens) - 1)]]
+
+
+def interference(paces: Mapping[int, float], apart: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Interference:
+    """Of paces by width, and apart by what else there is; what is not known apart is as on average."""
+    return tuple(
+        apart.get(others, {}).get(before, {}).get(width, pace_of(paces, width)) / pace_of(paces, width)
+        for others in OTHERS for before in BEFORE for width in WIDTHS
+    )  # fmt: skip
 
 
 def predicted(linear: Any, terms: Any, shape: tuple[int, ...]) -> float:

@@ -90,6 +90,8 @@ class StepRecord:
     profiled_s: float | None = None  # as the profile has it; of groups of one stage, and without drafts
     draft_s: float = 0.0  # part of the forward pass
     drafts: Seq[Drafted] = ()
+    others: bool = False  # when it was sent, other devices had a step under way
+    before: bool = False  # its device's last step was another model's
 
 
 @dataclass(frozen=True, slots=True)

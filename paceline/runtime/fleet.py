@@ -371,7 +371,8 @@ class LocalFleet:
     def _execute(self, batch: Batch) -> None:
         for group, blocks in batch.given_back:
             self.groups[group].give_back(blocks)
-        self.groups[batch.group].execute(batch)
+        mine = self.groups[batch.group]
+        mine.execute(batch, any(one.under_way for one in self.groups if one.workers is not mine.workers))
 
     def _notice(self, events: list[Event]) -> None:
         for event in events:

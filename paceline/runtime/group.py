@@ -49,6 +49,8 @@ class Flight:
     batch: Batch
     parts: deque[Part]
     result: StepResult
+    others: bool  # `StepRecord.others`, and `before`
+    before: bool
     sent: float = 0.0  # when; 0: not yet
     later: Pushes = field(default_factory=list)
     drafts: list[Drafted] = field(default_factory=list)
@@ -99,6 +101,11 @@ class ModelGroup:
     def undrafted(self) -> bool:
         """Its draft model cannot be had."""
         return self.info is not None and bool(self.info.undrafted)
+
+    @property
+    def under_way(self) -> int:
+        """Steps that are not done."""
+        return len(self._flying)
 
     def own(self) -> list[RunningSequence]:
         """The sequences that the controller has here, in the order in which they came."""
@@ -176,8 +183,8 @@ class ModelGroup:
 
     # Steps
 
-    def execute(self, batch: Batch) -> None:
-        """Sends a batch to the workers."""
+    def execute(self, batch: Batch, others: bool) -> None:
+        """Sends a batch to the workers; `others` is for its `StepRecord`."""
         innocent: Part = []
         suspects: list[Part] = []
         for index, request in enumerate(batch.requests):
@@ -190,7 +197,7 @@ class ModelGroup:
                 innocent.append((index, seq))
         parts = deque([innocent, *suspects] if innocent or not suspects else suspects)
         result = StepResult(bytearray(len(batch.requests)))
-        self._flying[batch.id] = Flight(batch, parts, result)
+        self._flying[batch.id] = Flight(batch, parts, result, others, self.workers.latest not in (None, self.number))
         self._send_next()
 
     def _send_next(self) -> None:
@@ -296,6 +303,8 @@ class ModelGroup:
                 profiled_s=predicted / batch.pace if predicted and alone else None,
                 draft_s=flight.draft_s,
                 drafts=flight.drafts,
+                others=flight.others,
+                before=flight.before,
             )
         )
         self._cached_tokens = scheduler.cached_tokens

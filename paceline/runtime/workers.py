@@ -55,6 +55,7 @@ class Workers:
     def __init__(self, parallel: Parallel, command: Command, launcher: Launcher) -> None:
         self.parallel, self.command, self.launcher = parallel, command, launcher
         self.guests: list[Guest] = []
+        self.latest: int | None = None  # model of the step sent last
         self.state = "loading"  # ready, restarting, failed, stopped
         self.gone = ""  # why they do not come back
         self.is_replaced: Callable[[Workers], bool] = lambda workers: False  # asked when they are gone for good
@@ -109,7 +110,7 @@ class Workers:
 
     def send(self, message: ToWorker) -> None:
         if isinstance(message, Step):
-            self._owed, self._asked = self._owed + 1, time.monotonic()
+            self._owed, self._asked, self.latest = self._owed + 1, time.monotonic(), message.model
         frame = messages.encode(message)
         for process in self._processes:
             process.send(frame)

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from paceline.core.events import Emitted, Event
 from paceline.core.request import MAX_DRAFT_TOKENS
-from paceline.latency.step_time import WIDTHS
+from paceline.latency.step_time import BEFORE, OTHERS, WIDTHS
 from paceline.runtime.api import IDLE, Drafted, GroupLoad, StepRecord
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
@@ -117,8 +117,9 @@ class Metrics:
         self.verified: dict[int, int] = defaultdict(int)  # steps with drafts
         self.drafting_s: dict[int, dict[str, float]] = defaultdict(lambda: {"draft": 0.0, "verify": 0.0})
         self.prediction: dict[int, Histogram] = defaultdict(lambda: Histogram(RELATIVE))
-        self.paces: dict[tuple[int, int], Histogram] = defaultdict(lambda: Histogram(PACES))  # by group and width
-        self.profiled: dict[tuple[int, int], list[float]] = defaultdict(lambda: [0.0] * len(PROFILED))
+        # by group, width, whether other devices are at work, and whether another model was at it before
+        self.paces: dict[tuple[int, int, bool, bool], Histogram] = defaultdict(lambda: Histogram(PACES))
+        self.profiled: dict[tuple[int, int, bool, bool], list[float]] = defaultdict(lambda: [0.0] * len(PROFILED))
         self.http: dict[tuple[str, int], int] = defaultdict(int)
         self.rejected = 0
         self._open: dict[str, _Open] = {}
@@ -175,10 +176,11 @@ class Metrics:
             self.prediction[group].observe(abs(record.predicted_s / actual - 1))
             if record.profiled_s is not None:
                 width = WIDTHS[bisect_right(WIDTHS, record.tokens) - 1]
+                like = group, width, record.others, record.before
                 took = actual - record.draft_s  # a draft model follows prompts in steps that draft nothing
-                self.paces[group, width].observe(took / record.profiled_s)
+                self.paces[like].observe(took / record.profiled_s)
                 known = record.profiled_s, took, record.schedule_s + record.messages_s
-                self.profiled[group, width] = [a + b for a, b in zip(self.profiled[group, width], known, strict=True)]
+                self.profiled[like] = [a + b for a, b in zip(self.profiled[like], known, strict=True)]
 
     def _on_drafts(self, record: StepRecord) -> None:
         group, drafted = record.group, False
@@ -257,21 +259,26 @@ class _Samples(Collector):
             for part, value in zip(PARTS, parts, strict=True):
                 seconds.add_metric([str(group), part], value)
         yield seconds
-        text = "What steps take over their profile, by tokens from so many on; without drafts, of groups of one stage."
-        paces = HistogramMetricFamily("paceline_step_pace", text, labels=["group", "model", "width"])
-        for (group, width), histogram in m.paces.items():
-            labels = [str(group), self._load[group].model, str(width)]
-            paces.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.sum)
+        text = (
+            "What steps take over their profile, by tokens from so many on, whether other devices had a step under way "
+            "and whose their device's last step was; without drafts, of groups of one stage."
+        )
+        labels = ["group", "model", "width", "others", "before"]
+        paces = HistogramMetricFamily("paceline_step_pace", text, labels=labels)
+        for like, histogram in m.paces.items():
+            paces.add_metric(self._alike(*like), buckets=histogram.buckets(), sum_value=histogram.sum)
         yield paces
         text = "Of those steps: by the profile, in the engine, and beside it in the scheduler and in messages."
-        labels = ["group", "model", "width", "part"]
-        profiled = CounterMetricFamily("paceline_profiled_step_seconds", text, labels=labels)
-        for (group, width), sums in m.profiled.items():
+        profiled = CounterMetricFamily("paceline_profiled_step_seconds", text, labels=[*labels, "part"])
+        for like, sums in m.profiled.items():
             for part, value in zip(PROFILED, sums, strict=True):
-                profiled.add_metric([str(group), self._load[group].model, str(width), part], value)
+                profiled.add_metric([*self._alike(*like), part], value)
         yield profiled
         text = "|predicted - measured| / measured of steps, where there is a profile."
         yield _histograms("paceline_step_prediction_error", text, ["group"], m.prediction)
+
+    def _alike(self, group: int, width: int, others: bool, before: bool) -> list[str]:
+        return [str(group), self._load[group].model, str(width), OTHERS[others], BEFORE[before]]
 
     def _loads(self) -> Iterator[Metric]:
         """Bytes over seconds are what a swap reaches."""

@@ -17,7 +17,7 @@ from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.core.cluster import Group, Parallel, Placement, slots_of
 from paceline.core.request import SLO
-from paceline.latency.step_time import StepTime
+from paceline.latency.step_time import NO_INTERFERENCE, Interference, StepTime
 from paceline.metrics.outcomes import STATUSES, Outcomes
 from paceline.placement.problem import Judge, Outcome, Problem
 from paceline.placement.tables import ModelTable
@@ -48,6 +48,7 @@ class SimulatedModel:
     draft_kv_bytes: dict[Parallel, int] = field(default_factory=dict)  # of a token, in a draft model by the first stage
     overhead_s: float = 0.0  # of a step, beside the engine
     spread: Sequence[float] = ()  # of what steps take in the engine over what steps like them take on average
+    interference: Interference = NO_INTERFERENCE
 
     @property
     def name(self) -> str:
@@ -225,7 +226,7 @@ def _groups(
                 resident=slots is None or place < slots, load_s=sizes[place] / bandwidth if slots else 0.0,
                 block_bytes=(token * BLOCK,) if limit.most_blocks else (),
             )  # fmt: skip
-            own = model.drafts, model.overhead_s, model.spread
+            own = model.drafts, model.overhead_s, model.spread, model.interference
             groups.append(SimulatedGroup(config, model.by_steps, share, *own))
             lanes.append(g)
     return groups, lanes

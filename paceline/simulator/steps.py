@@ -18,6 +18,7 @@ from paceline.batching.blocks import num_free, take
 from paceline.batching.budget import seconds
 from paceline.batching.lending import share_out
 from paceline.batching.moves import add, end, fits, num_waiting, reset
+from paceline.batching.pace import forget, learn, learn_beside
 from paceline.batching.policies import compose, land, leave_first_stage, wanted
 from paceline.batching.prediction import NOBODY, first_token, in_the_way, turn, with_another
 from paceline.batching.residency import gives_way, loading
@@ -27,6 +28,7 @@ from paceline.batching.state import (
     BEGIN,
     BLOCK_SIZE,
     CHUNKS_LAST,
+    DRAFT,
     DRAFTING,
     ENTERING,
     HEAD,
@@ -45,6 +47,7 @@ from paceline.batching.state import (
 )
 from paceline.compiled import BOOL, I64, entry, part
 from paceline.core.request import ASKED, COMPUTED, HELD, KNOWN, LIMIT, PROMPT, SCHEDULED, TAG
+from paceline.latency.step_time import WIDTHS
 from paceline.placement.dispatch import enter
 from paceline.simulator.drafts import chance, draft, judge, seconds_of_drafts
 from paceline.simulator.world import (
@@ -139,6 +142,7 @@ def _land(w: World, g: int, now: float) -> None:
     dirty, lane = flights.dirty, w.network.lanes[g]
     while flying[g] > 0 and ends[g, flights.head[g]] == now:
         s.factors[LANDED] = now
+        _learn(s, flights, g, now)
         batch = s.now[NEXT_BATCH] - flying[g]
         place = batch % s.limits[PIPELINE]
         if drafts.most[g] > 0:
@@ -154,6 +158,18 @@ def _land(w: World, g: int, now: float) -> None:
         dirty[lane] = True
     if s.now[ENTERING] < 0:
         enters[g] = np.inf
+
+
+@part
+def _learn(s: State, flights: Flights, g: int, now: float) -> None:
+    """From the group's oldest batch, which is done now (`Scheduler.complete`)."""
+    at = flights.head[g]
+    took = flights.took[g, at]
+    if took > 0:
+        if flights.predicted[g, at] > 0:
+            learn(s, flights.tokens[g, at], flights.predicted[g, at], took)
+        if s.limits[PIPELINE] == 1:
+            learn_beside(s, now - flights.begun[g, at] - took)
 
 
 @part
@@ -222,6 +238,8 @@ def _compose(w: World, lane: int, now: float) -> bool:
         begin, past = lenders.begins[lane], lenders.begins[lane + 1]
         if lenders.place[g] >= 0 and num_waiting(s) + s.now[RUNNING] > 0:
             share_out(lenders.states[begin:past], lenders.sizes[begin:past], lenders.place[g] - begin)
+        if w.there.up[g]:
+            _forget(w, g, now)
         if w.drafts.most[g] > 0:
             draft(w.drafts, g, s)
         s.factors[BEGIN] = now
@@ -241,16 +259,23 @@ def _take_off(w: World, lane: int, g: int, now: float) -> None:
     numbers = (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6])
     latency = times.shares[g] * seconds(times.linear[g, : times.lengths[g]], times.terms[g], numbers)
     spread = times.spreads[times.ends[g] : times.ends[g + 1]]
-    latency = latency * drawn(spread, g, flights.numbers[g]) + times.overheads[g]
+    engine = latency * drawn(spread, g, flights.numbers[g]) * _interference(w, g, shape[0])
+    latency = engine + times.overheads[g]
     flights.numbers[g] += 1
+    flights.latest[lane] = g
     for k in range(len(row)):
         row[k] = latency
-    at = counts[STEPS]
+    at, drafting, drafts = counts[STEPS], 0.0, False
     if len(steps.drafting) > 0:
         newest = (s.now[NEXT_BATCH] - 1) % s.limits[PIPELINE]
-        steps.drafting[at] = seconds_of_drafts(w.drafts, g, s, newest, s.now[SLICES])
-        row[0] += steps.drafting[at]
+        drafting = steps.drafting[at] = seconds_of_drafts(w.drafts, g, s, newest, s.now[SLICES])
+        drafts = bool(s.steps[newest, DRAFT, : s.now[SLICES]].any())
+        row[0] += drafting
     place = (flights.head[g] + flights.flying[g]) % len(row)
+    flights.tokens[g, place], flights.begun[g, place], flights.took[g, place] = shape[0], now, 0.0
+    if _learns(s, spread):
+        flights.took[g, place] = engine + drafting
+        flights.predicted[g, place] = 0.0 if drafts else seconds(s.linear, s.terms, numbers)
     flights.ends[g, place] = enter(clocks, row, s.limits[PIPELINE], now)
     flights.flying[g] += 1
     if s.now[ENTERING] >= 0 and s.limits[PIPELINE] > 1:
@@ -259,6 +284,34 @@ def _take_off(w: World, lane: int, g: int, now: float) -> None:
     for k in range(len(row)):
         steps.left[at, k] = clocks[k]
     counts[STEPS] += 1
+
+
+@part
+def _forget(w: World, g: int, now: float) -> None:
+    s = state_at(w.network.states[g])
+    if _learns(s, w.times.spreads[w.times.ends[g] : w.times.ends[g + 1]]):
+        forget(s, now)
+
+
+@part
+def _learns(s: State, spread: Floats) -> bool:
+    """Whether the group learns from steps, as live: where nothing makes them other than predicted, there is nothing to
+    learn."""
+    return len(spread) > 0 and len(s.linear) > 0
+
+
+@part
+def _interference(w: World, g: int, tokens: int) -> float:
+    """What a step of a group takes over what it takes on average, for what the other devices do, the group's other
+    stages included, and whose step was here last."""
+    network, flying, lane = w.network, w.flights.flying, w.network.lanes[g]
+    others, before, place = False, w.flights.latest[lane] not in (-1, g), -1
+    for other in range(len(network.lanes)):
+        if flying[other] > 0 and (network.lanes[other] != lane or network.deepest[lane] > 1):
+            others = True
+    for width in WIDTHS:
+        place += tokens >= width
+    return w.times.interference[g, (2 * others + before) * len(WIDTHS) + place]
 
 
 @part
@@ -286,7 +339,7 @@ def _decode_on(w: World, g: int, now: float, kept: int) -> None:
     gaps, gap_end, clocks = w.outcomes.gaps, w.outcomes.gap_ends[w.network.model_of[g]], flights.clocks[lane]
     spread, linear = w.times.spreads[w.times.ends[g] : w.times.ends[g + 1]], w.times.linear[g, : w.times.lengths[g]]
     terms, share, more = w.times.terms[g], w.times.shares[g], w.times.overheads[g]
-    count, room = 0, len(took) - kept - begin
+    count, room, learns = 0, len(took) - kept - begin, _learns(s, spread)
     while now < until and count < room:
         context, most = 0, room - count  # steps up to where somebody ends, or blocks are short
         for i in range(running):
@@ -295,8 +348,9 @@ def _decode_on(w: World, g: int, now: float, kept: int) -> None:
             most = min(most, numbers[slot, LIMIT] - numbers[slot, KNOWN] - 1)
         while most > 0 and _lacking(s, most) > num_free(s):
             most //= 2
-        latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
-        latency = latency * drawn(spread, g, number + count) + more
+        engine = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
+        engine *= drawn(spread, g, number + count)
+        latency = engine + more
         end_time = max(now, clocks[0]) + latency
         if most == 0 or end_time > until:
             break
@@ -306,9 +360,13 @@ def _decode_on(w: World, g: int, now: float, kept: int) -> None:
         while True:
             at = begin + count + made
             took[at], left[at, 0], sizes[at, 0], sizes[at, 1] = latency, end_time, g, running
+            if learns:
+                learn(s, running, seconds(s.linear, s.terms, (running, running, running, context, 0, 0, 0)), engine)
+                learn_beside(s, end_time - now - engine)
             now, context, gap_end, made = end_time, context + running, gap_end + running, made + 1
-            latency = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
-            latency = latency * drawn(spread, g, number + count + made) + more
+            engine = share * seconds(linear, terms, (running, running, running, context, 0, 0, 0))
+            engine *= drawn(spread, g, number + count + made)
+            latency = engine + more
             end_time = now + latency
             if made == most or end_time > until:
                 break
@@ -363,6 +421,9 @@ def _host(w: World, r: int, now: float) -> int:
     """Of the groups that are `able` to take a request the one that is to (`Controller.submit`); -1: none is."""
     network, there, able, expected, queued = w.network, w.there, w.scratch.able, w.scratch.expected, w.scratch.queued
     arrival, ttft, count = w.requests.arrivals[r], w.requests.ttft[r], len(w.network.states)
+    for g in range(count):
+        if able[g] and network.rules[g, 1] > 0:
+            _forget(w, g, now)
     narrow(able, there.up, there.resident)
     for g in range(count):
         queued[g], expected[g] = 0, 0.0

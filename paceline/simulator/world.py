@@ -13,7 +13,7 @@ from paceline.batching.scheduler import make_state
 from paceline.batching.state import STATE, Floats, Ints
 from paceline.compiled import BOOLS, F32, F64, FLOATS, FLOATS_2D, I32, INTS_2D, Handle, Pointer, array_of
 from paceline.controller import GroupConfig
-from paceline.latency.step_time import StepTime
+from paceline.latency.step_time import NO_INTERFERENCE, Interference, StepTime
 from paceline.simulator.drafts import Drafts, SimulatedDrafts, of_groups
 
 Bools = NDArray[np.bool_]
@@ -30,6 +30,7 @@ class SimulatedGroup:
     drafts: SimulatedDrafts | None = None  # where the first of them drafts
     overhead_s: float = 0.0  # of a step in each stage, beside that
     spread: Sequence[float] = ()  # what steps take over all that, likely all alike; empty: they take what is said
+    interference: Interference = NO_INTERFERENCE
 
 
 class Requests(NamedTuple):
@@ -53,6 +54,7 @@ class Times(NamedTuple):
     overheads: Floats
     spreads: Floats  # one behind the other
     ends: Ints  # [groups + 1] where those of each end
+    interference: Floats  # [groups, that of each]
 
 
 class Lenders(NamedTuple):
@@ -87,7 +89,7 @@ class Network(NamedTuple):
     hosts: Ints  # [models, groups]
     model_of: Ints  # [groups]
     rules: Ints  # [groups, 2] whether goals order prompts, and whether those that cannot be met are rejected
-    steady: Bools  # [groups] it has one stage, and nobody takes its memory
+    steady: Bools  # [groups] it has one stage, nobody takes its memory, and what others do is nothing to anybody
 
 
 class Flights(NamedTuple):
@@ -97,9 +99,14 @@ class Flights(NamedTuple):
     head: Ints  # [groups] of the ring
     flying: Ints  # [groups]
     ends: Floats  # [groups, stages]
+    tokens: Ints  # likewise
+    begun: Floats  # likewise
+    predicted: Floats  # likewise, seconds that the group's budget says; 0: it drafts
+    took: Floats  # likewise, in the engine; 0: the group learns nothing from it
     enters: Floats  # [groups] when the batch that is in the first of several stages leaves it
     wakes: Floats  # [groups] up to when a group's steps are known already
     served: Ints  # [groups] its last turn
+    latest: Ints  # [lanes] the group whose step it was; -1: none
     numbers: Ints  # [groups] steps so far
     dirty: Bools  # [lanes] there may be something to compose
     counts: Ints  # requests that have come, steps, turns
@@ -146,7 +153,10 @@ class Scratch(NamedTuple):
 
 _KINDS = {
     "network": Pointer(Network, hosts=INTS_2D, rules=INTS_2D, steady=BOOLS),
-    "times": Pointer(Times, linear=FLOATS_2D, terms=FLOATS_2D, shares=FLOATS, overheads=FLOATS, spreads=FLOATS),
+    "times": Pointer(
+        Times, linear=FLOATS_2D, terms=FLOATS_2D, shares=FLOATS, overheads=FLOATS, spreads=FLOATS,
+        interference=FLOATS_2D,
+    ),
     "drafts": Pointer(
         Drafts, acceptance=FLOATS, linear=FLOATS, more=FLOATS_2D, counts=array_of(F64, 4), group=array_of(F64, 3),
         unread=INTS_2D, thresholds=FLOATS, verifying=FLOATS, drafting=FLOATS,
@@ -156,7 +166,10 @@ _KINDS = {
         Residents, load_s=FLOATS, resident=BOOLS, up=BOOLS, since=FLOATS, back=FLOATS, came=FLOATS, emitted=FLOATS
     ),
     "requests": Pointer(Requests, arrivals=FLOATS, ttft=FLOATS, tbt=FLOATS),
-    "flights": Pointer(Flights, clocks=FLOATS_2D, ends=FLOATS_2D, enters=FLOATS, wakes=FLOATS, dirty=BOOLS),
+    "flights": Pointer(
+        Flights, clocks=FLOATS_2D, ends=FLOATS_2D, tokens=INTS_2D, begun=FLOATS_2D, predicted=FLOATS_2D,
+        took=FLOATS_2D, enters=FLOATS, wakes=FLOATS, dirty=BOOLS,
+    ),
     "outcomes": Pointer(Served, first=FLOATS, finish=FLOATS, gaps=array_of(F32, 1)),
     "steps": Pointer(Steps, sizes=array_of(I32, 2), took=FLOATS, drafting=FLOATS, left=FLOATS_2D),
     "scratch": Pointer(
@@ -215,11 +228,12 @@ def make(
     count, total, room = len(groups), len(requests.arrivals), 1024 + int(tokens.sum())
     return World(
         _network(groups, hosts, lanes, addresses, lenders, there), _times(groups), drafts, lenders, there, requests,
-        Flights(
+        Flights._make([
             np.zeros((len(places), depth)), _zeros(count), _zeros(count), np.zeros((count, depth)),
-            np.full(count, np.inf), np.full(count, np.inf), _zeros(count), _zeros(count),
-            np.zeros(len(places), np.bool_), _zeros(3),
-        ),
+            np.zeros((count, depth), np.int64), *np.zeros((3, count, depth)),
+            np.full(count, np.inf), np.full(count, np.inf), _zeros(count), np.full(len(places), -1),
+            _zeros(count), np.zeros(len(places), np.bool_), _zeros(3),
+        ]),
         Served(
             np.full(total, -1), np.full(total, np.nan), np.full(total, np.nan), _zeros(total),
             np.empty(int(tokens.sum()), np.float32), np.cumsum(tokens) - tokens,
@@ -256,7 +270,8 @@ def _network(
     deepest = np.zeros(len(there.slots), np.int64)
     np.maximum.at(deepest, lanes, stages)
     rules = np.array([(policy(g.config.policy).by_goal, g.config.admission) for g in groups], np.int64).reshape(-1, 2)
-    steady = (stages == 1) & (lenders.place < 0) & (not there.slots.any())
+    interferes = any(g.interference != NO_INTERFERENCE for g in groups)
+    steady = (stages == 1) & (lenders.place < 0) & (not there.slots.any()) & (not interferes)
     return Network(
         addresses, lanes, np.bincount(lanes, minlength=len(deepest)), deepest, hosts, np.argmax(hosts, 0), rules, steady
     )
@@ -272,6 +287,7 @@ def _times(groups: Sequence[SimulatedGroup]) -> Times:
         np.array([g.share for g in groups], np.float64), np.array([g.overhead_s for g in groups], np.float64),
         np.array([one for g in groups for one in g.spread], np.float64),
         np.cumsum([0, *(len(g.spread) for g in groups)]),
+        np.array([g.interference for g in groups], np.float64).reshape(-1, len(NO_INTERFERENCE)),
     )  # fmt: skip
 
 

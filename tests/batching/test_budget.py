@@ -4,8 +4,13 @@ from random import Random
 
 import pytest
 
-from paceline.batching.budget import GoalBudget, Pace
+from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
+from paceline.batching.pace import forgotten, learned, pace_of
+from paceline.batching.policies import policy
+from paceline.batching.scheduler import Scheduler
+from paceline.batching.state import MARGIN
+from paceline.compiled import plain
 from paceline.controller import Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch, StepResult, StepShape
@@ -109,44 +114,66 @@ def test_a_slow_machine_and_a_margin_tighten_the_goal():
     assert careful(decodes(4), prompts, None) == GoalBudget(*TIMES, 8, 128, 512, 0.08)(decodes(4), prompts, None)
 
 
+class Machine:
+    """A group's state, and how much longer than predicted its steps take."""
+
+    def __init__(self, margin: float = 0.0) -> None:
+        budget = GoalBudget(*TIMES, 8, 128, 512, margin=margin)
+        self.group = Scheduler(SchedulerConfig(), policy("paceline"), budget)
+
+    def ran(self, shape: StepShape, times: float) -> None:
+        learned(self.group.handle, shape.tokens, seconds(shape), times * seconds(shape))
+
+    def pace(self, shape: StepShape) -> float:
+        return plain(pace_of)(self.group.state, shape.tokens)
+
+    @property
+    def margin(self) -> float:
+        return self.group.state.factors[MARGIN]
+
+
+CHUNK = NOBODY.add(7, 50, True)
+
+
 def test_pace_follows_the_machine_and_not_a_single_stall():
-    pace, shape = Pace(seconds), decodes(3)
-    assert pace.seconds(shape) == seconds(shape)
-    pace.observe(shape, 1000.0)
-    assert 1.0 < pace.factor < 1.1
+    machine, shape = Machine(), decodes(3)
+    assert machine.pace(shape) == 1
+    machine.ran(shape, 1000.0)
+    assert 1.0 < machine.pace(shape) < 1.1
     for _ in range(60):
-        pace.observe(shape, 2.0 * seconds(shape))
-    assert pace.factor == pytest.approx(2.0, rel=1e-3)
-    chunk = NOBODY.add(7, 50, True)
+        machine.ran(shape, 2.0)
+    assert machine.pace(shape) == pytest.approx(2.0, rel=1e-3)
     for _ in range(60):
-        pace.observe(chunk, 0.7 * seconds(chunk))
-    assert pace.seconds(chunk) == pytest.approx(0.7 * seconds(chunk), rel=1e-3)
+        machine.ran(CHUNK, 0.7)
+    assert machine.pace(CHUNK) == pytest.approx(0.7, rel=1e-3)
 
 
 def test_the_margin_becomes_what_steps_need():
     """99 of 100 steps are within it, however far the profile was off; after a rest it is the profile's again."""
     rng, shape = Random(3), decodes(3)
     for profiled in (0.0, 0.4):
-        pace, late = Pace(seconds, profiled), 0
+        machine, late = Machine(profiled), 0
         for step in range(8000):
-            took = pace.seconds(shape) * rng.lognormvariate(0.0, 0.08)
-            late += step >= 4000 and took > pace.seconds(shape) * (1 + pace.margin)
-            pace.observe(shape, took)
-        assert 0.005 < late / 4000 < 0.015 and 0.1 < pace.margin < 0.3
-        pace.rest(1000.0)
-        assert pace.margin == pytest.approx(profiled)
+            took = machine.pace(shape) * rng.lognormvariate(0.0, 0.08)
+            late += step >= 4000 and took > machine.pace(shape) * (1 + machine.margin)
+            machine.ran(shape, took)
+        assert 0.005 < late / 4000 < 0.015 and 0.1 < machine.margin < 0.3
+        forgotten(machine.group.handle, 0.9)
+        assert machine.pace(shape) != 1, "that is no rest"
+        forgotten(machine.group.handle, 1000.0)
+        assert machine.margin == pytest.approx(profiled) and machine.pace(shape) == pytest.approx(1)
 
 
 def test_steps_that_compute_have_a_pace_beside_those_that_read():
-    pace, chunk, shape = Pace(seconds), NOBODY.add(7, 50, True), decodes(3)
+    machine, shape = Machine(), decodes(3)
     for _ in range(600):
-        pace.observe(shape, 1.1 * seconds(shape))
-        pace.observe(chunk, 1.5 * seconds(chunk))
-    assert pace.seconds(shape) == pytest.approx(1.1 * seconds(shape), rel=0.1)
-    assert pace.seconds(chunk) == pytest.approx(1.5 * seconds(chunk), rel=0.1)
+        machine.ran(shape, 1.1)
+        machine.ran(CHUNK, 1.5)
+    assert machine.pace(shape) == pytest.approx(1.1, rel=0.1)
+    assert machine.pace(CHUNK) == pytest.approx(1.5, rel=0.1)
     for _ in range(20):  # the machine is half as fast for all
-        pace.observe(shape, 2.2 * seconds(shape))
-    assert pace.seconds(chunk) == pytest.approx(3.0 * seconds(chunk), rel=0.1)
+        machine.ran(shape, 2.2)
+    assert machine.pace(CHUNK) == pytest.approx(3.0, rel=0.1)
 
 
 def test_the_budget_counts_what_steps_that_compute_take_more():

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
+from paceline.batching.state import MARGIN
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import StepResult, StepShape
 from paceline.core.events import Complete, Submit, Unreachable
@@ -224,7 +225,7 @@ def test_what_steps_take_beside_the_engine_counts():
         now += took + (1.0 if turn == 20 else 0.004)  # once the process stood still
         controller.turn([Complete(0, batch.id, result)], now)
     scheduler = controller.groups[0].scheduler
-    expected = scheduler.first_token(request, now) / (1 + scheduler.pace.margin)
+    expected = scheduler.first_token(request, now) / (1 + scheduler.state.factors[MARGIN])
     assert expected == pytest.approx(took + 0.004, rel=0.01)
 
 

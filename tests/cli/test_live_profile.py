@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from paceline.cli import fleet_file, profile_cache
-from paceline.cli.live_profile import FEWEST, _spread, add, measured
+from paceline.cli.live_profile import FEW, FEWEST, _spread, add, measured
 from paceline.cli.planning import planned
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Parallel
+from paceline.latency.step_time import BEFORE, OTHERS
 from paceline.runtime.api import GroupLoad, StepRecord
 from paceline.server.metrics import Metrics, exposition
 from tests.cli import command
@@ -52,9 +53,12 @@ def error(*arguments: str, cwd: Path) -> str:
     return done.stderr
 
 
-def step(metrics: Metrics, group: int, profiled: float | None, took: float, tokens: int = 1) -> None:
+def step(
+    metrics: Metrics, group: int, profiled: float | None, took: float, tokens: int = 1, *what: bool
+) -> None:  # fmt: skip
     paced = profiled and 2 * profiled
-    metrics.on_step(StepRecord(group, 1.0, tokens, 1, 0, took, 0.0, 0.001, 0.002, 0.003, paced, profiled))
+    times = 0.001, 0.002, 0.003, paced, profiled
+    metrics.on_step(StepRecord(group, 1.0, tokens, 1, 0, took, 0.0, *times, 0.0, (), *what))
 
 
 def test_from_metrics_to_plans(metrics, tmp_path):
@@ -78,11 +82,11 @@ def test_from_metrics_to_plans(metrics, tmp_path):
     assert "0.900" in told and "3.00" in told and "b" not in told.split(), "too few steps of b"
     for _ in range(2 * FEWEST):
         step(of_server, 0, 0.01, 0.02, tokens=17)
-    for _ in range(FEWEST - 1):
+    for _ in range(FEW - 1):
         step(of_server, 0, 0.01, 0.05, tokens=16)
     command.paceline(*options, cwd=tmp_path)
     live = json.loads((tmp_path / "p.json").read_text())["models"]["a"]["live"]
-    took, profiled = 0.6 + 1.2 + 2 * 1.0 + 0.05 * (FEWEST - 1), 0.5 + 1.5 + 1.0 + 0.01 * (FEWEST - 1)
+    took, profiled = 0.6 + 1.2 + 2 * 1.0 + 0.05 * (FEW - 1), 0.5 + 1.5 + 1.0 + 0.01 * (FEW - 1)
     assert live["pace"] == pytest.approx(took / profiled) and live["overhead_s"] == pytest.approx(0.003)
     assert live["widths"] == pytest.approx({"1": 0.9, "17": 2.0}), "too few steps of 2 to 16 tokens"
     spread = np.array(live["spread"])  # half of the steps are as long as others of their width, a quarter 1.2 times
@@ -94,10 +98,40 @@ def test_from_metrics_to_plans(metrics, tmp_path):
     assert model.overhead_s == pytest.approx(0.003) and model.spread == tuple(live["spread"])
 
 
+def test_what_other_devices_do_to_a_step(metrics, tmp_path):
+    """Known apart where there were steps enough, and else what a step takes on average."""
+    url, of_server = metrics
+    (tmp_path / "fleet.yaml").write_text(
+        "models: [{name: a, source: 'profile:a', workload: {rate: 1.0}}]\ncluster: {devices: 2, memory: 1GiB}\n"
+    )
+    known = {"a": {"parallel": [{"stage_weight_bytes": [4]}], "step_time": STEP}}
+    (tmp_path / "p.json").write_text(json.dumps({"models": known}))
+    for took, count, tokens, *what in (
+        (0.010, 2 * FEWEST, 1, False, False), (0.012, FEWEST, 1, False, True), (0.014, FEWEST, 1, True, True),
+        (0.020, FEWEST, 17, False, False), (0.040, FEW - 1, 17, True, False),
+    ):  # fmt: skip
+        for _ in range(count):
+            step(of_server, 0, 0.01, took, tokens, *what)
+    options = ("profile", "fleet.yaml", "--out", "p.json", "--live", url)
+    assert "1+: 1.40" in command.paceline(*options, cwd=tmp_path).stdout
+    live = json.loads((tmp_path / "p.json").read_text())["models"]["a"]["live"]
+    wide = (2.0 * FEWEST + 4.0 * (FEW - 1)) / (FEWEST + FEW - 1)
+    assert live["widths"] == pytest.approx({"1": 1.15, "17": wide})
+    known = {(a, b): live["apart"][a][b] for a in OTHERS for b in BEFORE}
+    assert known["idle", "own"] == pytest.approx({"1": 1.0, "17": 2.0})
+    assert known["idle", "other"] == pytest.approx({"1": 1.2}) and known["busy", "other"] == pytest.approx({"1": 1.4})
+    assert known["busy", "own"] == {}
+    assert live["spread"] == pytest.approx([1.0] * 32), "those that are alike are equally long"
+    (model,) = planned(fleet_file.load(tmp_path / "fleet.yaml"), tmp_path / "p.json").models
+    assert model.interference == pytest.approx((
+        *(1 / 1.15, 1.0, 2 / wide), *(1.2 / 1.15, 1.0, 1.0), *(1.0, 1.0, 1.0), *(1.4 / 1.15, 1.0, 1.0),
+    ))  # fmt: skip
+
+
 def test_the_spread_has_its_tail_and_a_mean_of_one():
     bounds = [2 ** (n / 8) for n in range(24)]
     counts = [990.0 * (bound > 1.0) + 10.0 * (bound > 6.0) for bound in bounds]  # one in 100 takes six times as long
-    spread = _spread({1: Counter(dict(zip([*bounds, float("inf")], [*counts, 1000.0], strict=True)))})
+    spread = _spread([Counter(dict(zip([*bounds, float("inf")], [*counts, 1000.0], strict=True)))])
     assert np.mean(spread) == pytest.approx(1) and spread[-1] > 2 > 1 > spread[0]
 
 
@@ -172,9 +206,11 @@ def test_encoders_are_compared_with_the_profile_file_not_the_kept_one(tmp_path, 
     entry = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [4], "prompt_tokens": 12, "stage_latency": {"1": [0.04]}}
     (tmp_path / "p.json").write_text(json.dumps({"models": {"m": {"parallel": [entry]}}}))
     fleet = fleet_file.FleetFile(models=[fleet_file.Entry(name="m", source=source)])
-    add(tmp_path / "p.json", {"m": {"pace": 1.2, "overhead_s": 0.001, "widths": {17: 2.0}}}, fleet, 1)
+    found = {"pace": 1.2, "overhead_s": 0.001, "widths": {17: 2.0}, "apart": {"busy": {"own": {1: 3.0}}}}
+    add(tmp_path / "p.json", {"m": found}, fleet, 1)
     live = json.loads((tmp_path / "p.json").read_text())["models"]["m"]["live"]
     assert live.pop("widths") == {"17": pytest.approx(2.0 * 0.02 / 0.04)}
+    assert live.pop("apart") == {"busy": {"own": {"1": pytest.approx(3.0 * 0.02 / 0.04)}}}
     assert live == pytest.approx({"pace": 1.2 * 0.02 / 0.04, "overhead_s": 0.001})
 
 

@@ -140,6 +140,38 @@ async def test_one_shot_models_get_whole_prompts_and_keep_no_prefixes():
         await running.stop()
 
 
+async def test_steps_say_what_else_there_is():
+    steps = []
+    running = LocalFleet([worker("a", "b", delay=0.002), worker("c", delay=0.002)], FleetConfig(token_budget=16))
+    running.observers.append(SimpleNamespace(on_events=lambda events: None, on_step=steps.append))
+
+    async def others(*models: str) -> dict[str, float]:
+        """Of each model's steps, while these are at work, the share that other devices were at work beside."""
+        steps.clear()
+        sinks = [Collector() for _ in models]
+        for model, sink in zip(models, sinks, strict=True):
+            running.submit(model, [5, 6, 7], SamplingParams(max_tokens=40), sink)
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        of = {model: [step.others for step in steps if running.groups[step.group].config.name == model]
+              for model in models}  # fmt: skip
+        return {model: sum(known) / len(known) for model, known in of.items()}
+
+    def turns() -> list[tuple[bool, bool]]:
+        """Of each step whether it says that another model's was before, and whether one was."""
+        models = [step.group for step in steps]
+        return [(step.before, model != last) for step, model, last in zip(steps[1:], models[1:], models, strict=False)]
+
+    await running.start()
+    try:
+        assert await others("a", "b") == {"a": 0, "b": 0}, "they share a device"
+        assert all(said == was for said, was in turns()) and sum(was for _, was in turns()) > 10, "they take turns"
+        assert await others("c") == {"c": 0} and not any(said for said, _ in turns())
+        both = await others("a", "c")
+        assert min(both.values()) > 0.5, "all but the last steps of the one that is slower"
+    finally:
+        await running.stop()
+
+
 async def test_stop_tokens_and_stop_strings_end_a_sequence_where_they_should():
     async with fleet() as running:
         whole = expected([5, 6, 7], 12)
