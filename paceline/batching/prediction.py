@@ -7,6 +7,8 @@ first, in steps that all running sequences are part of by then. It errs on the s
 
 # mypy: disable-error-code=no-any-return
 
+import math
+
 import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
@@ -206,7 +208,7 @@ def first_token(
     rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
     stages, begin = s.limits[PIPELINE], max(left_of_flight(s, now), ahead)
     begin += others if counts[FLYING] > 0 else before
-    free = s.clocks[stages - 1] - now
+    free, steps = s.clocks[stages - 1] - now, 1
     if s.limits[POLICY] == PREFILL_FIRST:
         took = whole_steps(s, now + begin, now + free, tokens - cached, wanted, others) - now
         if rest > 0:
@@ -216,7 +218,8 @@ def first_token(
         steps = -(-pending // chunk) + rest
         took = max(begin + (stages - 1) * each, free) + steps * (each + others) - others
         took *= 1 + (WIDENS if spreads(s) else 0.0)
-    return took * (1 + s.factors[MARGIN]) / (1 - (RESERVE if lately else 0.0))
+    margin = s.factors[MARGIN] / math.sqrt(steps)  # which is of one step: the sum of several varies less
+    return took * (1 + margin) / (1 - (RESERVE if lately else 0.0))
 
 
 @making

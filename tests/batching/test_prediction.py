@@ -216,6 +216,15 @@ def test_a_step_in_flight_counts_by_what_is_left_of_it(pipeline):
     assert scheduler.first_token(request, 9.0) / 1.05 == pytest.approx(stages * took, rel=0.01)
 
 
+def test_the_margin_is_of_a_step_and_many_need_less_of_it():
+    budget = GoalBudget(STEP.linear, STEP.terms, 16, 128, 256, margin=0.2)
+    scheduler = Controller([replace(config("a"), budget=budget)]).groups[0].scheduler
+    for steps in (1, 4, 9):
+        predicted = sum(STEP.seconds(StepShape().add(128 * n, 128, n == steps - 1)) for n in range(steps))
+        expected = scheduler.first_token(Request("x", 128 * steps, 1, model="a"), 0.0)
+        assert expected == pytest.approx(predicted * (1 + 0.2 / steps**0.5), rel=0.01)
+
+
 def test_what_steps_take_beside_the_engine_counts():
     controller, now = Controller([replace(config("a"), predict=STEP.seconds)]), 0.0
     request, took = Request("x", 100, 1, model="a"), STEP.seconds(StepShape().add(0, 100, True))
