@@ -39,7 +39,7 @@ NARROW: dict[str, dict] = {
     "n-gram": dict(draft=4, drafter="ngram", prompt=law.REPETITIVE),
     "another vocabulary": dict(draft=2, **OTHER),
 }
-MANY, SOME = 3000, 1200  # samples
+MANY, SOME = 2400, 1000  # samples
 LIKE_OTHERS = {"K=1", "filters, token level", "trigram", "another vocabulary, coupled"}  # in what they go through
 
 
