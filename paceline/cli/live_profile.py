@@ -43,7 +43,7 @@ def measured(url: str, api_key: str | None = None) -> Live:
         mine = [one for one in samples if one.labels.get("model") == model]
         alike = defaultdict[tuple[int, str, str], _Steps](_Steps)
         for one in mine:
-            if one.name.startswith(("paceline_step_pace", "paceline_profiled_step_seconds")):
+            if "before" in one.labels:  # not in metrics of older servers
                 like = int(one.labels["width"]), one.labels["others"], one.labels["before"]
                 alike[like].add(one)
         together = sum(alike.values(), _Steps())

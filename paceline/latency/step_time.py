@@ -56,7 +56,7 @@ class StepTime:
 
         A wider step still takes no less, so a pace that would make it shorter counts from where it does not.
         """
-        linear = np.maximum.accumulate([seconds * pace_of(paces, n) for n, seconds in enumerate(self.linear)])
+        linear = np.maximum.accumulate([seconds * of_width(paces, n) for n, seconds in enumerate(self.linear)])
         factors = [paces[min(paces)]] * 3 + [paces[max(paces)]] * 3
         return StepTime(tuple(linear.tolist()), *map(operator.mul, factors, self.terms))
 
@@ -65,7 +65,7 @@ class StepTime:
         return predicted(self.linear, self.terms, shape)
 
 
-def pace_of(paces: Mapping[int, float], tokens: int) -> float:
+def of_width(paces: Mapping[int, float], tokens: int) -> float:
     """By tokens from so many on; below the first as there."""
     bounds = sorted(paces)
     return paces[bounds[max(0, bisect_right(bounds, tokens) - 1)]]
@@ -74,7 +74,7 @@ def pace_of(paces: Mapping[int, float], tokens: int) -> float:
 def interference(paces: Mapping[int, float], apart: Mapping[str, Mapping[str, Mapping[int, float]]]) -> Interference:
     """Of paces by width, and apart by what else there is; what is not known apart is as on average."""
     return tuple(
-        apart.get(others, {}).get(before, {}).get(width, pace_of(paces, width)) / pace_of(paces, width)
+        apart.get(others, {}).get(before, {}).get(width, of_width(paces, width)) / of_width(paces, width)
         for others in OTHERS for before in BEFORE for width in WIDTHS
     )  # fmt: skip
 
