@@ -56,6 +56,7 @@ from paceline.batching.state import (
     TAIL,
     TBT,
     TOKEN_BUDGET,
+    WAITS,
     WANTED,
     WATERMARK,
     WIDTH,
@@ -146,16 +147,21 @@ def room(s: State) -> int:
 @part
 def goal_of_step(s: State) -> float:
     """Seconds that the next step should be predicted to take in the engine, at most: by the tightest goal, the group's
-    or that of a running decode, less what steps take beside the engine and the margin. Infinity: there is no goal.
-
-    In a pipeline a sequence has its next token after a step in each of the stages.
-    """
+    or that of a running decode. Infinity: there is no goal."""
     goal, running, numbers, times = s.factors[GOAL], s.running, s.numbers, s.times
     for i in range(s.now[RUNNING]):
         slot = running[i]
         if numbers[slot, COMPUTED] >= numbers[slot, PROMPT]:
             goal = min(goal, times[slot, TBT])
-    return (goal - s.factors[BESIDE]) / (s.limits[PIPELINE] * (1 + s.factors[MARGIN]))
+    return within(s, goal)
+
+
+@part
+def within(s: State, goal: float) -> float:
+    """Seconds that a step should be predicted to take in the engine, for a goal between tokens: less others' turns,
+    what steps take beside the engine, and the margin. In a pipeline a sequence has its next token after a step in each
+    of the stages."""
+    return (goal - s.factors[WAITS] - s.factors[BESIDE]) / (s.limits[PIPELINE] * (1 + s.factors[MARGIN]))
 
 
 @part

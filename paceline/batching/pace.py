@@ -1,4 +1,4 @@
-"""How far the machine has been from predicted step times of late: what a group learns of its steps, live and simulated.
+"""What a group learns of its steps, live and simulated: how far the machine has been from predicted step times of late.
 
 A shared machine is half as fast for seconds on end, and much the same for steps of all shapes, so one factor that
 follows slowly repairs most of it: a running average of what steps took over what was predicted, in logarithms. A
@@ -8,20 +8,41 @@ what it does to those that read, but stays the same for long: a second factor of
 The margin is what 99 of 100 steps are longer by than predicted so, at most, since most are as long as a goal allows: at
 first the profile's error, of steps that nothing follows. It moves by little with every step, 99 times as far up as
 down.
+
+Where other models share the device a group waits for their turns. What it waited between two steps of its own, of late,
+is part of the time between tokens, and of the time that several steps take.
 """
 
 # mypy: disable-error-code=no-any-return
 
 import math
 
-from paceline.batching.state import BESIDE, ERROR, FLYING, LANDED, MARGIN, PACE, RESTED, STATE, WIDE, State
+from paceline.batching.state import (
+    ARRIVAL,
+    AT,
+    BEGIN,
+    BESIDE,
+    ERROR,
+    FLYING,
+    LANDED,
+    MARGIN,
+    PACE,
+    RESTED,
+    SLICES,
+    SLOT,
+    STATE,
+    WAITS,
+    WIDE,
+    State,
+)
 from paceline.compiled import F64, I64, VOID, entry, part
 from paceline.latency.step_time import WIDTHS
 
 COMPUTES = WIDTHS[-1]  # tokens of a step that computes more than it reads
-FOLLOWS, SLOWLY, MOST = 0.2, 0.05, 1.5  # shares of the newest step; the most that it may be off by
+FOLLOWS, TURNS, SLOWLY = 0.2, 0.1, 0.05  # shares of the newest step, of the newest wait
+MOST = 1.5  # that a step may be off by
 LONGEST_S = 0.02  # beside the engine; what is longer is a stall
-IDLE_S = 1.0  # without a step: from then on what was learnt is forgotten,
+IDLE_S = 1.0  # without a step: nobody's turn takes so long; from then on what was learnt is forgotten,
 REST_S = 30.0  # after which a third of it is left
 UP, DOWN = 0.0099, 0.0001
 
@@ -50,6 +71,24 @@ def learn_beside(s: State, seconds: float) -> None:
 
 
 @part
+def learn_waits(s: State) -> None:
+    """A step begins. If any of its sequences were here when the last one ended, others had the device meanwhile."""
+    step, landed = s.steps[s.now[AT]], s.factors[LANDED]
+    if s.now[FLYING] > 0 or landed == 0 or len(s.linear) == 0:
+        return
+    for i in range(s.now[SLICES]):
+        if s.times[step[SLOT, i], ARRIVAL] <= landed:
+            learn_wait(s, s.factors[BEGIN] - landed)
+            return
+
+
+@part
+def learn_wait(s: State, seconds: float) -> None:
+    """So long it was between two steps."""
+    s.factors[WAITS] += TURNS * (min(seconds, IDLE_S) - s.factors[WAITS])
+
+
+@part
 def forget(s: State, now: float) -> None:
     """There has been no step for a while. Who is refused for what was learnt once must not be refused for ever."""
     factors = s.factors
@@ -58,6 +97,7 @@ def forget(s: State, now: float) -> None:
         left, factors[RESTED] = math.exp(-idle / REST_S), now
         factors[PACE], factors[WIDE] = factors[PACE] ** left, factors[WIDE] ** left
         factors[BESIDE] *= left
+        factors[WAITS] *= left
         factors[MARGIN] = factors[ERROR] + (factors[MARGIN] - factors[ERROR]) * left
 
 

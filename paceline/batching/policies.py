@@ -27,6 +27,7 @@ from paceline.batching.moves import (
     pending,
     room,
 )
+from paceline.batching.pace import learn_waits
 from paceline.batching.state import (
     AT,
     BEGIN,
@@ -406,6 +407,7 @@ def compose(s: State) -> int:
 @part
 def take_off(s: State) -> None:
     """The step just composed is in flight: when it is expected to be done, and its stages to be free of it."""
+    learn_waits(s)
     shape, end = s.shape, s.factors[BEGIN]
     took = seconds_at_pace(s, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]))
     for k in range(s.limits[PIPELINE]):

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import add_chunk, seconds_at_pace, widest_of
-from paceline.batching.moves import left_of, num_waiting
+from paceline.batching.moves import left_of, num_waiting, within
 from paceline.batching.policies import PREFILL_FIRST, done, even_share, joins, seconds_of_whole, spreads
 from paceline.batching.state import (
     BESIDE,
@@ -33,6 +33,7 @@ from paceline.batching.state import (
     STATE,
     TAIL,
     TOKEN_BUDGET,
+    WAITS,
     WANTED,
     State,
 )
@@ -41,7 +42,7 @@ from paceline.core.request import HELD, IN_FLIGHT, KNOWN, LIMIT, PROMPT, SCHEDUL
 
 Ways = tuple[float, float, float, bool]
 NOBODY: Ways = (0.0, 0.0, 0.0, False)
-LATELY_S, RESERVE = 10.0, 0.3  # others on the device had a step so many seconds ago: such a share of the time is kept
+LATELY_S, RESERVE = 10.0, 0.25  # others on the device had a step so many seconds ago: such a share of the time is kept
 WIDENS = 0.13  # and so much for prompts that come meanwhile, and widen steps that prompts are spread over
 
 
@@ -59,8 +60,7 @@ def step(s: State, decodes: int, context: int, pending: int, whole: int) -> tupl
     if pending > 0:
         prompts[0, 1] = pending
         goal = s.factors[GOAL] if decodes > 0 else NONE
-        within = goal / (s.factors[PACE] * stages * (1 + s.factors[MARGIN]))
-        width = widest_of(s, within, shape, prompts)
+        width = widest_of(s, within(s, goal) / s.factors[PACE], shape, prompts)
         chunk = min(pending, max(1, min(width, s.limits[TOKEN_BUDGET]) - decodes))
         if spreads(s):
             chunk = even_share(s, decodes, whole, chunk)
@@ -150,14 +150,15 @@ def with_another(ways: Ways, left: float, seconds: float, lately: bool) -> Ways:
 
 @part
 def between_tokens(s: State, tokens: int) -> float:
-    """Seconds in the engine between tokens of a prompt of so many, which comes now, when all that are here decode."""
+    """Seconds between tokens of a prompt of so many, which comes now, when all that are here decode: in the engine, and
+    for others' turns."""
     decodes, context = _together(s)
     return _between(s, decodes + 1, context + tokens)
 
 
 @part
 def _between(s: State, decodes: int, context: int) -> float:
-    return s.limits[PIPELINE] * (step(s, decodes, context, 0, 0)[1] - s.factors[BESIDE])
+    return s.limits[PIPELINE] * (step(s, decodes, context, 0, 0)[1] - s.factors[BESIDE]) + s.factors[WAITS]
 
 
 @part
@@ -182,12 +183,13 @@ def first_token(
 
     `wanted` is its place among prompts. Of the other groups on the device (`in_the_way`): seconds until their steps are
     done; those that the turns take of the ones which have none, which come `before` this one's; those of all of them,
-    between two steps of this one; and whether any had one lately: then a share of the time is kept for what may come
-    there. Infinite where the group's goal between tokens, or the prompt's own (`tbt`), would not be held.
+    between two steps of this one, if that is more than of late; and whether any had one lately: then a share of the
+    time is kept for what may come there. Infinite where the group's goal between tokens, or the prompt's own (`tbt`),
+    would not be held.
     """
     if len(s.linear) == 0:
         return 0.0
-    counts, numbers = s.now, s.numbers
+    counts, numbers, others = s.now, s.numbers, max(others, s.factors[WAITS])
     decodes, context = _together(s)
     if _between(s, decodes + 1, context + tokens) > min(s.factors[GOAL], tbt):
         return np.inf

@@ -213,8 +213,7 @@ class Scheduler:
     ) -> float:  # fmt: skip
         """Seconds until a request that comes now would have its first token (`prediction.first_token`), with others
         `in_the_way`."""
-        if self.predict:
-            forgotten(self.handle, now)
+        forgotten(self.handle, now)
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
         all_ways = NOBODY
         for way in ways:
@@ -255,7 +254,7 @@ class Scheduler:
         `preempted` grows by those who lost their blocks for it.
         """
         s, spent = self.state, 0.0
-        if self.predict:
+        if self.num_sequences:
             forgotten(self.handle, now)
         if self.lookahead and s.now[DRAFTING]:
             budget, order, goal = self.config.token_budget, s.running[: s.now[RUNNING]], _goal_of_step(self.handle)

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.batching.moves import next_in_line
 from paceline.batching.policies import PATIENCE_S
+from paceline.batching.prediction import RESERVE
 from paceline.batching.state import (
     ARRIVAL,
     BY_GOAL,
@@ -58,22 +59,15 @@ def soonest(expected: Any, queued: Any, able: Any) -> int:
 def next_in_turn(served: Any, due: Any, horizon: float, tried: Any) -> int:
     """Of the groups that share a device the one that is to step next; -1: all tried.
 
-    Of those whose next step is due before the `horizon`, when all have had a turn, the one that waited longest: so
-    nobody's overload takes another's turn. Where there is slack, the one whose step is due first.
+    Of those whose next step is due before the `horizon`, when all have had a turn, or else of all, the one that waited
+    longest: so nobody's overload takes another's turn, and nobody waits for the last moment.
     """
     best = -1
     for g in range(len(served)):
         if tried[g]:
             continue
-        if best < 0:
-            best = g
-            continue
-        hurried, other = due[g] <= horizon, due[best] <= horizon
-        if hurried != other:
-            best = g if hurried else best
-        elif hurried or due[g] == due[best]:
-            best = g if served[g] < served[best] else best
-        elif due[g] < due[best]:
+        hurried, other = due[g] <= horizon, best >= 0 and due[best] <= horizon
+        if best < 0 or (hurried and not other) or (hurried == other and served[g] < served[best]):
             best = g
     return best
 
@@ -81,9 +75,9 @@ def next_in_turn(served: Any, due: Any, horizon: float, tried: Any) -> int:
 @part
 def next_due(s: State, chunk: int, each: float) -> float:
     """When the group's next step is to be done: of decodes a stage's part of the goal after the last one; of prompts,
-    where goals order them, when a first token is wanted, and where that is a goal, earlier by the rounds of turns
-    (`each`, seconds) that it needs after this one, in steps of `chunk` tokens. A whole prompt that is longer counts as
-    several.
+    where goals order them, when a first token is wanted, and where that is a goal, earlier by the share of it that
+    admission has kept, and by the rounds of turns (`each`, seconds) that it needs after this one, in steps of `chunk`
+    tokens. A whole prompt that is longer counts as several.
     """
     now = s.now
     due, pace = s.factors[LANDED] + UNHURRIED_S, s.factors[GOAL]
@@ -97,8 +91,10 @@ def next_due(s: State, chunk: int, each: float) -> float:
         slot, ours, theirs = next_in_line(s, 0, now[HEAD])
         while slot >= 0:
             tokens += s.numbers[slot, PROMPT] - s.numbers[slot, SCHEDULED]
-            wanted, has_goal = s.times[slot, WANTED], s.times[slot, WANTED] < s.times[slot, ARRIVAL] + PATIENCE_S
-            due = min(due, wanted - (tokens - 1) // chunk * each if has_goal else wanted)
+            wanted, arrival = s.times[slot, WANTED], s.times[slot, ARRIVAL]
+            if wanted < arrival + PATIENCE_S:  # a goal
+                wanted -= RESERVE * (wanted - arrival) + (tokens - 1) // chunk * each
+            due = min(due, wanted)
             slot, ours, theirs = next_in_line(s, ours, theirs)
     return due
 

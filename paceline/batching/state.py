@@ -37,8 +37,9 @@ ARRIVAL, WANTED, TBT, LAST = range(4)
 ) = range(28)  # fmt: skip
 # `factors`: what steps take over what is predicted, what those that compute take over that, seconds of drafting in this
 # step, goal between tokens, its margin, when the last step was complete, when this one is composed, what steps take
-# beside the engine, the margin that the profile says, up to when what was learnt has been forgotten (`batching.pace`)
-PACE, WIDE, SPENT, GOAL, MARGIN, LANDED, BEGIN, BESIDE, ERROR, RESTED, NUM_FACTORS = range(11)
+# beside the engine, the margin that the profile says, up to when what was learnt has been forgotten (`batching.pace`),
+# for how long others on the device have it between two steps
+PACE, WIDE, SPENT, GOAL, MARGIN, LANDED, BEGIN, BESIDE, ERROR, RESTED, WAITS, NUM_FACTORS = range(12)
 # rows of `blocks`: holders; a stack of spare ones and, from its end, one of those away; neighbours among the idle ones;
 # whether a hash is known
 HOLDERS, STACK, OLDER, NEWER, FULL = range(5)

@@ -18,7 +18,7 @@ from paceline.batching.blocks import num_free, take
 from paceline.batching.budget import seconds
 from paceline.batching.lending import share_out
 from paceline.batching.moves import add, end, fits, num_waiting, reset
-from paceline.batching.pace import forget, learn, learn_beside
+from paceline.batching.pace import forget, learn, learn_beside, learn_wait
 from paceline.batching.policies import compose, land, leave_first_stage, wanted
 from paceline.batching.prediction import NOBODY, first_token, in_the_way, turn, with_another
 from paceline.batching.residency import gives_way, loading
@@ -238,8 +238,8 @@ def _compose(w: World, lane: int, now: float) -> bool:
         begin, past = lenders.begins[lane], lenders.begins[lane + 1]
         if lenders.place[g] >= 0 and num_waiting(s) + s.now[RUNNING] > 0:
             share_out(lenders.states[begin:past], lenders.sizes[begin:past], lenders.place[g] - begin)
-        if w.there.up[g]:
-            _forget(w, g, now)
+        if w.there.up[g] and num_waiting(s) + s.now[RUNNING] > 0:
+            forget(s, now)
         if w.drafts.most[g] > 0:
             draft(w.drafts, g, s)
         s.factors[BEGIN] = now
@@ -287,16 +287,9 @@ def _take_off(w: World, lane: int, g: int, now: float) -> None:
 
 
 @part
-def _forget(w: World, g: int, now: float) -> None:
-    s = state_at(w.network.states[g])
-    if _learns(s, w.times.spreads[w.times.ends[g] : w.times.ends[g + 1]]):
-        forget(s, now)
-
-
-@part
 def _learns(s: State, spread: Floats) -> bool:
-    """Whether the group learns from steps, as live: where nothing makes them other than predicted, there is nothing to
-    learn."""
+    """Whether the group learns what its steps take, as live: where nothing makes them other than predicted, there is
+    nothing to learn."""
     return len(spread) > 0 and len(s.linear) > 0
 
 
@@ -360,6 +353,8 @@ def _decode_on(w: World, g: int, now: float, kept: int) -> None:
         while True:
             at = begin + count + made
             took[at], left[at, 0], sizes[at, 0], sizes[at, 1] = latency, end_time, g, running
+            if len(s.linear) > 0:
+                learn_wait(s, 0.0)
             if learns:
                 learn(s, running, seconds(s.linear, s.terms, (running, running, running, context, 0, 0, 0)), engine)
                 learn_beside(s, end_time - now - engine)
@@ -423,7 +418,7 @@ def _host(w: World, r: int, now: float) -> int:
     arrival, ttft, count = w.requests.arrivals[r], w.requests.ttft[r], len(w.network.states)
     for g in range(count):
         if able[g] and network.rules[g, 1] > 0:
-            _forget(w, g, now)
+            forget(state_at(network.states[g]), now)
     narrow(able, there.up, there.resident)
     for g in range(count):
         queued[g], expected[g] = 0, 0.0

@@ -1,6 +1,7 @@
 """Goals that can be met are met, others are refused at once; nobody's overload takes another model's turns."""
 
 import random
+import statistics
 from collections import Counter, defaultdict
 from dataclasses import replace
 
@@ -96,18 +97,23 @@ def test_a_few_texts_beside_a_flood_of_others_are_served_and_neither_is_late():
     assert sum(seen.met("a")) > 0.96 * len(seen.met("a")) and len(seen.met("a")) > 0.45 * len(flood)
 
 
-@pytest.mark.parametrize(("rate", "served"), [(9.0, 0.8), (27.0, 0.75)])
+@pytest.mark.parametrize(("rate", "served"), [(9.0, 0.85), (27.0, 0.8)])
 def test_texts_beside_a_model_that_generates_are_not_kept_until_they_are_late(rate, served):
     """They share a device, at the load that the other alone can carry and at three times that. By `prefill_first`,
-    which knows no goals, 73 and 90 % came in time; while only the first text's step was thought of, 92 and 98 %."""
+    which knows no goals, 73 and 90 % came in time; while only the first text's step was thought of, 92 and 98 %. While
+    texts had their turn only when they were due it took 290 ms at P50, and while steps were as long as the other's goal
+    allowed, whatever the texts took, 35 % of its requests had a mean gap within that at three times the load."""
     source, budget = random.Random(1), GoalBudget(STEP.linear, STEP.terms, 1, 256, 256, margin=0.05)
     group = GroupConfig(("t",), LIMITS.of_texts(), WHOLE_PROMPTS, budget=budget, admission=True, device=0)
     short = [replace(one, max_tokens=1) for one in traffic(source, "t", 4.0, SLO(ttft=0.5))]
     talk = traffic(source, "a", rate, SLO(ttft=1.0, tbt=0.15))
     requests = sorted([*short, *talk], key=lambda one: one.arrival)
     seen = Seen([config("a", 0.15, admission=True, device=0), group], requests)
-    assert len(seen.met("t")) > served * len(short) and sum(seen.met("t")) >= 0.98 * len(seen.met("t"))
+    assert all(seen.met("t")) and len(seen.met("t")) > served * len(short)
+    assert statistics.median(seen.ttft[r.id] for r in seen.admitted if r.model == "t") < 0.25
     assert sum(seen.met("a")) >= 0.99 * len(seen.met("a"))
+    held = [statistics.mean(seen.gaps[r.id]) <= 0.15 for r in seen.admitted if r.model == "a"]
+    assert sum(held) > 0.85 * len(held)
 
 
 def test_without_admission_the_same_flood_drowns_everybody():
@@ -189,7 +195,7 @@ def test_where_there_is_slack_the_hurried_model_goes_first():
     assert turns[True] <= 0.05 * len(seen.gaps["b"])
 
 
-@pytest.mark.parametrize(("ttft", "due"), [(50.0, -49.0), (None, 0.5)])
+@pytest.mark.parametrize(("ttft", "due"), [(50.0, -61.5), (None, 0.5)])
 def test_a_step_is_due_as_much_earlier_as_a_goal_needs_steps_after_it(ttft, due):
     """A hundred tokens, one in each round of a second. The patience with prompts that have no goal is none."""
     scheduler = Controller([config("a")]).groups[0].scheduler

@@ -12,7 +12,7 @@ import pytest
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
-from paceline.batching.state import ADAPTIVE, BESIDE, MARGIN, PACE, WIDE
+from paceline.batching.state import ADAPTIVE, BESIDE, MARGIN, PACE, WAITS, WIDE
 from paceline.compiled import Handle, plain
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch, StepResult, StepShape
@@ -29,7 +29,7 @@ from paceline.speculation.lookahead import Costs, Lookahead, expected
 FAST = StepTime(tuple(0.25 + n / 8 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 SLOW = StepTime(tuple(1.0 + n / 4 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 GOAL = GoalBudget(FAST.linear, FAST.terms, 4, 16, 64, tbt=2.0, margin=0.125)
-MODELS, LEARNT = "abcde", [PACE, WIDE, MARGIN, BESIDE]
+MODELS, LEARNT = "abcde", [PACE, WIDE, MARGIN, BESIDE, WAITS]
 SMALL = Costs(FAST.linear, 2**-6, 2**-12).scaled(2**-3)
 DRAFTS = [
     SimulatedDrafts(3, 0.75, SMALL), SimulatedDrafts(4, 0.5, SMALL, adaptive=False), SimulatedDrafts(8, 0.75), None,
@@ -113,6 +113,8 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
             result.seconds = engine[batch.group, batch.id]
         if controller.groups[batch.group].scheduler.state.factors[PACE] != 1:
             seen.add("paced")
+        if controller.groups[batch.group].scheduler.state.factors[WAITS] > 0:
+            seen.add("waited")
         return result
 
     def others_busy(group: int) -> bool:
@@ -221,10 +223,11 @@ def test_it_decides_as_the_controller_does(policy, seed, monkeypatch):
 
 
 def test_the_comparison_has_seen_it_all():
-    kinds = [simulated(*workload(policy, seed))[-1] for policy in ("sarathi_serve", "paceline") for seed in range(6)]
+    seeds = [*range(6), 15]
+    kinds = [simulated(*workload(policy, seed))[-1] for policy in ("sarathi_serve", "paceline") for seed in seeds]
     assert set().union(*kinds) >= {
         "preempted", "rejected", "finished", "ttft", "tbt", "load", "unload", "moved", "drafted", "chosen",
-        "paced", *itertools.product(OTHERS, BEFORE),
+        "paced", "waited", *itertools.product(OTHERS, BEFORE),
     }  # fmt: skip
 
 
