@@ -69,11 +69,11 @@ def poisson(folder: Path, rate: float, duration: float, seed: int) -> str:
     return name
 
 
-def capacity(folder: Path, duration: float) -> float:
-    """Requests/s in all up to which the simulation meets MET of the goals: by doubling, then by halves, to 3 %."""
+def capacity(folder: Path, duration: float, met: float = MET) -> float:
+    """Requests/s in all up to which the simulation meets so many of the goals: by doubling, then by halves, to 3 %."""
 
     def good(rate: float) -> bool:
-        return simulated(folder, poisson(folder, rate, duration, 0))["attainment"] >= MET
+        return simulated(folder, poisson(folder, rate, duration, 0))["attainment"] >= met
 
     low, high = 0.0, 1.0
     while good(high) and high < 4096:

@@ -1,9 +1,9 @@
 """A fleet at three times what it can carry: goodput, what became of those who were admitted, how soon others hear no.
 
 `python -m benchmarks.overload [--quick] [--out FOLDER]`: a decoder and an encoder on two devices. Poisson traffic at
-the load that the simulation says it can carry (99 % of the goals met), at half of it more (the most goodput that there
-is, more or less), and at three times that load for two minutes. For a quiet machine: client, front end and workers
-share its cores.
+the load that the simulation says it can carry (95 % of the goals met: some prompts are so long that hardly any load
+leaves them time), at half of it more (the most goodput that there is, more or less), and at three times that load for
+two minutes. For a quiet machine: client, front end and workers share its cores.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from benchmarks.checkpoints import checkpoint
 from benchmarks.live import capacity, keep, measured, paceline, parser, poisson, profiled, served
 from benchmarks.machine import describe
 
-LOADS = (1.0, 1.5, 3.0)
+LOADS, MET = (1.0, 1.5, 3.0), 0.95
 FLEET = """
 models:
   - name: small
@@ -34,7 +34,7 @@ def run(folder: Path, quick: bool) -> dict:
     profiled(folder, quick)
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--out", "placement.json", "--quiet",
              "--duration", 60, "--seeds", 1)  # fmt: skip
-    most = capacity(folder, 60.0)
+    most = capacity(folder, 300.0, MET)
     result = {"machine": describe(), "capacity": most, "duration": duration, "loads": {}}
     with served(folder) as url:
         measured(folder, poisson(folder, 2.0, 5.0, 99), url)  # warm
