@@ -353,8 +353,7 @@ def _decode_on(w: World, g: int, now: float, kept: int) -> None:
         while True:
             at = begin + count + made
             took[at], left[at, 0], sizes[at, 0], sizes[at, 1] = latency, end_time, g, running
-            if len(s.linear) > 0:
-                learn_wait(s, 0.0)
+            learn_wait(s, 0.0)
             if learns:
                 learn(s, running, seconds(s.linear, s.terms, (running, running, running, context, 0, 0, 0)), engine)
                 learn_beside(s, end_time - now - engine)
