@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
 
-import httpx
+import aiohttp
 import msgspec
 import numpy as np
 import typer
@@ -22,9 +22,11 @@ from paceline.core.request import SLO
 from paceline.metrics.outcomes import STATUSES, Outcomes, report
 from paceline.workload.trace import Trace, load
 
-TOKENS = range(100, 1000)  # ids that prompts are made of: every vocabulary has them
-WORDS = ("the", "of", "and", "to", "in", "is", "was", "for", "on", "that")  # a token each, about
+TOKENS = np.arange(100, 1000)  # ids that prompts are made of: every vocabulary has them
+WORDS = np.array(("the", "of", "and", "to", "in", "is", "was", "for", "on", "that"))  # a token each, about
 UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError)  # of an answer in another form
+KEPT_S = 5.0  # a connection that nobody uses; servers close theirs a little later
+LINE_BYTES = 2**20  # of a stream, at most
 OK, REJECTED, CANCELLED, FAILED = range(len(STATUSES))
 errors = Console(stderr=True)
 
@@ -92,9 +94,11 @@ class Client:
         )  # fmt: skip
         gaps: dict[int, list[float]] = defaultdict(list)
         late = np.zeros(count)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
         columns = (TextColumn("sending"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        async with httpx.AsyncClient(headers=self.headers, timeout=self.timeout, limits=limits) as http:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S), headers=self.headers,
+            timeout=aiohttp.ClientTimeout(self.timeout), read_bufsize=LINE_BYTES,
+        ) as http:  # fmt: skip
             await self._check(http, trace.names)
             begin = time.perf_counter()
             with Progress(*columns, console=errors, transient=True) as bars:
@@ -114,51 +118,50 @@ class Client:
         outcomes.gaps = {model: np.array(some) for model, some in gaps.items()}
         return outcomes, float(np.percentile(late, 99)) if count else 0.0
 
-    async def _check(self, http: httpx.AsyncClient, names: tuple[str, ...]) -> None:
+    async def _check(self, http: aiohttp.ClientSession, names: tuple[str, ...]) -> None:
         try:
-            answer = await http.get(f"{self.url}/v1/models")
-            answer.raise_for_status()
-            served = [model["id"] for model in answer.json()["data"]]
-        except (httpx.HTTPError, httpx.InvalidURL, *UNEXPECTED) as error:
-            text = " ".join(str(error).split())
+            async with http.get(f"{self.url}/v1/models", raise_for_status=True) as answer:
+                served = [model["id"] for model in json.loads(await answer.read())["data"]]
+        except (aiohttp.ClientError, TimeoutError, *UNEXPECTED) as error:
+            text = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(f"url: no list of models at {self.url}/v1/models: {text}") from error
         missing = [name for name in names if name not in served]
         if missing:
             raise ValueError(f"trace: model {missing[0]!r} is not served; there are {', '.join(served)}")
 
     async def _one(
-        self, http: httpx.AsyncClient, trace: Trace, i: int, begin: float, outcomes: Outcomes,
+        self, http: aiohttp.ClientSession, trace: Trace, i: int, begin: float, outcomes: Outcomes,
         gaps: dict[int, list[float]],
     ) -> None:  # fmt: skip
         path, body = self._request(trace, i)
         try:
-            async with asyncio.timeout(self.timeout), http.stream("POST", self.url + path, json=body) as answer:
-                if answer.status_code != 200:
-                    self._refused(answer.status_code, await answer.aread())
-                    outcomes.statuses[i] = REJECTED if answer.status_code in (429, 503) else FAILED
+            async with http.post(self.url + path, json=body, allow_redirects=False) as answer:
+                if answer.status != 200:
+                    self._refused(answer.status, await answer.read())
+                    outcomes.statuses[i] = REJECTED if answer.status in (429, 503) else FAILED
                 elif body.get("stream"):
                     await self._tokens(answer, i, begin, outcomes, gaps[int(trace.models[i])])
                 else:
-                    one_shot = json.loads(await answer.aread())
+                    one_shot = json.loads(await answer.read())
                     outcomes.first_tokens[i] = outcomes.finishes[i] = time.perf_counter() - begin
                     self._check_embedding(one_shot, body["input"])
                     outcomes.statuses[i] = OK
                     return
         except TimeoutError:
             self.reasons[f"no end within {self.timeout:g} s"] += 1
-        except (httpx.HTTPError, *UNEXPECTED) as error:
+        except (aiohttp.ClientError, *UNEXPECTED) as error:
             self.reasons[f"{type(error).__name__}: {error}"] += 1
         outcomes.finishes[i] = time.perf_counter() - begin
 
     async def _tokens(
-        self, answer: httpx.Response, i: int, begin: float, outcomes: Outcomes, gaps: list[float]
+        self, answer: aiohttp.ClientResponse, i: int, begin: float, outcomes: Outcomes, gaps: list[float]
     ) -> None:
         """Gaps are between pieces of text, which may be several tokens."""
         last, chunks, whole = 0.0, 0, False
-        async for line in answer.aiter_lines():
-            data = line.removeprefix("data:").strip()
-            if not line.startswith("data:") or data == "[DONE]":
-                whole |= data == "[DONE]"
+        async for line in answer.content:
+            data = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or data == b"[DONE]":
+                whole |= data == b"[DONE]"
                 continue
             event = json.loads(data)
             if "error" in event:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +14,7 @@ from prometheus_client.samples import Sample
 from rich.table import Table
 
 from paceline.cli import profile_cache
+from paceline.cli.ask import ask
 from paceline.cli.fleet_file import Entry, FleetFile
 from paceline.cli.planning import text_times
 from paceline.cli.sources import resolve
@@ -31,12 +31,10 @@ def measured(url: str, api_key: str | None = None) -> Live:
     """By model, since the server was started: what the engine takes for a step over what the profile says, on average
     (`pace`), by tokens (`widths`), and by what else there is (`apart`: `step_time.OTHERS`, `BEFORE`), how steps that
     are alike differ, and `overhead_s` beside the engine. Raises ValueError for a URL that is none of ours."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/metrics", headers=headers, timeout=10.0)
-        answer.raise_for_status()
-        samples = [one for family in text_string_to_metric_families(answer.text) for one in family.samples]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        text = ask(url, "metrics", api_key).decode()
+        samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    except (OSError, ValueError) as error:
         raise ValueError(f"live: {url}: {str(error) or type(error).__name__}") from error
     found: Live = {}
     for model in sorted({one.labels["model"] for one in samples if one.name == "paceline_step_pace_count"}):

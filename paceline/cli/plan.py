@@ -5,8 +5,8 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Annotated
+from urllib.error import HTTPError
 
-import httpx
 import numpy as np
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from paceline.cli import fleet_file
+from paceline.cli.ask import ask
 from paceline.cli.planning import (
     DEFAULT_POLICY,
     FEWEST,
@@ -82,7 +83,7 @@ def plan(
         while True:
             try:
                 known, heard = fetch(watch, api_key, Path(folder)), True
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except OSError as error:
                 if not heard:
                     raise ValueError(f"watch: {watch}: {error}") from error
                 errors.print(f"{watch}: {error}; trying again in {every:g} s", highlight=False, soft_wrap=True)
@@ -94,21 +95,19 @@ def plan(
 
 def fetch(url: str, key: str | None, folder: Path) -> tuple[Path, Placement | None] | None:
     """A server's trace, kept in a file of the folder, and its placement where it tells; None: it has not seen enough.
-    Raises httpx.HTTPError and httpx.InvalidURL."""
-
-    def get(name: str) -> httpx.Response:
-        return httpx.get(f"{url.rstrip('/')}/{name}", headers=headers, timeout=10.0)
-
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    Raises OSError where the server does not answer."""
     trace, placement = folder / "trace.csv", folder / "placement.json"
-    trace.write_text(get("trace").raise_for_status().text)
+    trace.write_bytes(ask(url, "trace", key))
     requests = trace.read_text().count("\n") - 1
     if requests < FEWEST:
         errors.print(f"{requests} requests so far; with {FEWEST} there is something to plan for", highlight=False)
         return None
-    if (answer := get("placement")).status_code == 404:
+    try:
+        placement.write_bytes(ask(url, "placement", key))
+    except HTTPError as error:
+        if error.code != 404:
+            raise
         return trace, None
-    placement.write_bytes(answer.raise_for_status().content)
     return trace, load_placement(placement)
 
 
