@@ -203,22 +203,30 @@ async def test_workers_that_cannot_connect_say_so(cluster):
         assert status.state == "failed" and f"127.0.0.1:{nowhere}" in status.reason
 
 
-async def test_two_stages_on_two_nodes_yield_the_tokens_of_one_device(cluster):
+@pytest.mark.parametrize("drafter", ["ngram", str(BUILTIN / "coder-draft")])
+async def test_two_stages_on_two_nodes_yield_the_tokens_of_one_device(cluster, drafter):
+    """With drafts, which come from the first one."""
     limits = dict(max_batch_tokens=64, max_batch=16, num_blocks=200)
     coder = ModelRunner.load(BUILTIN / "coder", **limits)
     asked = [(p, replace(one, max_tokens=20)) for p, one in requests(coder.info.vocab_size)]
     want, parallel = alone(coder, asked), Parallel(2, 1)
-    command = GroupOptions((WorkerOptions(str(BUILTIN / "coder"), threads=1, **limits),), parallel).command
+    options = WorkerOptions(str(BUILTIN / "coder"), threads=1, drafter=drafter, **limits)
+    command = GroupOptions((options,), parallel).command
     (launcher,) = cluster.reserve([parallel], CORE, 8)
     group = WorkerGroup((ServedModel("coder", max_draft_tokens=3),), command, parallel, launcher)
     async with LocalFleet([group], FleetConfig()) as fleet:
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in fleet.workers[0].pids]
         assert len(lines) == 2 and all('"meeting":"tcp://' in line for line in lines)
-        sinks = [Collector() for _ in asked]
+        sinks, accepted = [Collector() for _ in asked], []
+        fleet.observers.append(
+            SimpleNamespace(
+                on_events=lambda events: None, on_step=lambda step: accepted.extend(one.accepted for one in step.drafts)
+            )
+        )
         for (prompt, params), sink in zip(asked, sinks, strict=True):
             fleet.submit("coder", prompt, params, sink)
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
-    assert [sink.tokens for sink in sinks] == want
+    assert [sink.tokens for sink in sinks] == want and sum(accepted) > 0
 
 
 async def test_ranks_of_a_stage_share_a_node_where_they_fit(nodes, cluster):
