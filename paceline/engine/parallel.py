@@ -31,6 +31,7 @@ from paceline.engine.line import Door, Line, call
 from paceline.placement.partition import cut
 
 TIMEOUT = timedelta(days=1)  # a worker waits for its turn; those that hang are found by their heartbeats
+TOKENS_A_LOGIT = 4  # about: between steps of prompts, where it is hundreds, and of decodes alone, where it is one
 UNIT = 32  # columns of the MLP that are not divided further, where it has as many for every rank
 
 
@@ -152,9 +153,10 @@ def times(some: range, size: int) -> range:
 
 
 def costs(config: ModelConfig, quantization: str) -> list[float]:
-    """Of embedding, layers and head, in bytes that one token reads."""
+    """Of embedding, layers and head, in bytes that one token reads; few tokens of a full pipeline's steps see the head.
+    """
     layers = (config.layer_bytes(layer, quantization, config.experts_per_token) for layer in range(config.layers))
-    return [0.0, *map(float, layers), float(replace(config, layers=0).weight_bytes(quantization))]
+    return [0.0, *map(float, layers), replace(config, layers=0).weight_bytes(quantization) / TOKENS_A_LOGIT]
 
 
 class Peers:

@@ -350,10 +350,13 @@ def test_more_ranks_than_key_value_heads_have_copies():
     assert all(part.config.heads == 2 and part.config.kv_heads == 1 for part in parts)
 
 
-def test_stages_are_cut_by_bytes():
+def test_stages_are_cut_by_bytes_of_which_the_head_s_count_less():
     config = replace(ModelConfig.load(BUILTIN / "coder"), layers=8, windows=(None,) * 8)
     blocks = costs(replace(config, vocab_size=1), "none")
     assert [len(stage) for stage in stage_layers(blocks, 4)] == [2, 2, 2, 2]
+    layer = config.layer_bytes(0, "none", 0)
+    like = replace(config, vocab_size=8 * layer // (4 * config.hidden))  # the head is as much as eight layers
+    assert [len(stage) for stage in stage_layers(costs(like, "none"), 2)] == [5, 3]
     head = stage_layers(costs(replace(config, vocab_size=10**7), "none"), 2)
     assert [len(stage) for stage in head] == [8, 0], "the head alone is more than all layers"
 
