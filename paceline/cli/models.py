@@ -125,7 +125,7 @@ def paced(
         if model.device != "cpu":
             return model
         file = profile_cache.cache_file(model.path, model.quantization, profile_cache.Device.here(threads))
-        texts, error = entry and entry.texts(), (given and given.error or {}).get("p95", 0.0)
+        texts, error = entry and entry.texts(), given.margin(model.name) if given and entry else 0.0
         if texts and (len(texts.seconds) > 1 or not file.exists()):  # of one length the cache knows more
             step, budget = text_steps(texts, maximum, error)
             return replace(model, step_time=step, budget=budget)

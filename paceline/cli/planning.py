@@ -104,7 +104,11 @@ class PlanningProfile(msgspec.Struct):
 
     models: dict[str, ModelEntry]
     device: Any = None
-    error: dict[str, float] | None = None
+    error: dict[str, float] | None = None  # the largest of the models'
+
+    def margin(self, name: str) -> float:
+        """P95 of what steps of this model, or of any where that is all there is, are off by."""
+        return (self.models[name].error or self.error or {}).get("p95", 0.0)  # type: ignore[no-any-return]
 
     @staticmethod
     def load(path: Path) -> "PlanningProfile":
@@ -212,8 +216,9 @@ def _model(
         if name not in known:
             there = f"it has {', '.join(known)}" if file else "give --profile FILE"
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
+        assert file
         live = known[name].live or LiveEntry()
-        found = _as_served(_from_profile(entry.name, known[name], slo, errors.get("p95", 0.0), width), live)
+        found = _as_served(_from_profile(entry.name, known[name], slo, file.margin(name), width), live)
         return _drafting(found, entry, threads, live)
     path = resolve(entry.source)
     one_shot = is_encoder(path)
@@ -320,7 +325,7 @@ def _more_in_front(shape: ShapeTable, weight: int) -> ShapeTable:
 
 
 def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float, width: int | None) -> SimulatedModel:
-    """`error`: P95 of the file's predictions; `width`: the token budget, if one was asked for."""
+    """`error`: P95 of the predictions of texts; `width`: the token budget, if one was asked for."""
     shapes, shares = {}, {}
     for index, one in enumerate(entry.parallel):
         where, stages = f"profile: {name}.parallel.{index}", one.pipeline

