@@ -119,9 +119,8 @@ def run(folder: Path, fleet: str, quick: bool) -> dict:
                     "latency_p50": got["latency"]["p50"], "latency_p99": got["latency"]["p99"],
                     "status": got["status"], "sent_late_p99_s": got["sent_late_p99_s"],
                 }  # fmt: skip
-                if all(model.startswith(ENCODERS) for model in names):  # the simulator has no group of both kinds
-                    said = simulated(folder, f"{share}.csv", f"{name}.json")
-                    row["placements"][name]["simulated_attainment"] = said["attainment"]
+                said = simulated(folder, f"{share}.csv", f"{name}.json")
+                row["placements"][name]["simulated_attainment"] = said["attainment"]
     return result
 
 

@@ -16,7 +16,7 @@ from paceline.batching.lending import lend
 from paceline.batching.policies import policy
 from paceline.batching.residency import gives_way, loading
 from paceline.batching.scheduler import Scheduler
-from paceline.batching.sharing import narrow, next_in_turn, soonest
+from paceline.batching.sharing import full, narrow, next_in_turn, soonest
 from paceline.batching.state import NONE
 from paceline.compiled import plain
 from paceline.core.batch import Batch, StepResult, StepShape
@@ -191,7 +191,9 @@ class Controller:
         if len(lanes) == 1:
             return self.next_batch(lanes[0], now)
         groups = self.groups
-        if sum(len(groups[i].scheduler.flying) for i in lanes) >= max(groups[i].config.pipeline for i in lanes):
+        stages, schedulers = max(groups[i].config.pipeline for i in lanes), [groups[i].scheduler for i in lanes]
+        entering = any(one.entering is not None for one in schedulers)
+        if entering or plain(full)(sum(len(one.flying) for one in schedulers), stages):
             return None
         lanes = [i for i in lanes if groups[i].scheduler.num_sequences]
         served, tried = [groups[i].served for i in lanes], [False] * len(lanes)

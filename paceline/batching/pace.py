@@ -39,7 +39,8 @@ from paceline.compiled import F64, I64, VOID, entry, part
 from paceline.latency.step_time import WIDTHS
 
 COMPUTES = WIDTHS[-1]  # tokens of a step that computes more than it reads
-FOLLOWS, TURNS, SLOWLY = 0.2, 0.1, 0.05  # shares of the newest step, of the newest wait
+FOLLOWS, SLOWLY = 0.2, 0.05  # shares of the newest step
+LONGER, SHORTER = 0.1, 0.05  # of the newest wait: a goal for every request is not held by what the average waits
 MOST = 1.5  # that a step may be off by
 LONGEST_S = 0.02  # beside the engine; what is longer is a stall
 IDLE_S = 1.0  # without a step: nobody's turn takes so long; from then on what was learnt is forgotten,
@@ -85,7 +86,8 @@ def learn_waits(s: State) -> None:
 @part
 def learn_wait(s: State, seconds: float) -> None:
     """So long it was between two steps."""
-    s.factors[WAITS] += TURNS * (min(seconds, IDLE_S) - s.factors[WAITS])
+    more = min(seconds, IDLE_S) - s.factors[WAITS]
+    s.factors[WAITS] += (LONGER if more > 0 else SHORTER) * more
 
 
 @part

@@ -135,19 +135,22 @@ def joins(
     s: State, count: int, tokens: int, pairs: int, more: int, begin: float, free: float, due: float
 ) -> bool:  # fmt: skip
     """Whether a whole prompt of `more` tokens goes with others in a step of `prefill_first` that begins then, and
-    finds the last stage free at a time. Those are so many, of so many tokens and pairs of query and key; the first of
-    them is wanted when it is `due`."""
+    finds the last stage free at a time; in a pipeline only where that costs it no time. Those are so many, of so many
+    tokens and pairs of query and key; the first of them is wanted when it is `due`."""
     if count == 0:
         return True
     if count >= s.limits[MAX_BATCH] or tokens + more > s.limits[MAX_PROMPT_TOKENS]:
         return False
     if s.limits[BY_GOAL] == 0:
         return True
-    late = 1 + s.factors[MARGIN]
-    took = late * seconds_of_whole(s, count + 1, tokens + more, pairs + more * (more + 1) // 2)
-    return done(s, begin, free, took) <= due or done(
-        s, begin, free, late * seconds_of_whole(s, count, tokens, pairs)
-    ) > due
+    late, own, stages = 1 + s.factors[MARGIN], more * (more + 1) // 2, s.limits[PIPELINE]
+    took, before = seconds_of_whole(s, count + 1, tokens + more, pairs + own), seconds_of_whole(s, count, tokens, pairs)
+    if stages > 1:  # behind these in a step of its own it may be done sooner
+        alone = seconds_of_whole(s, 1, more, own)
+        behind = max(begin + before + stages * alone, done(s, begin, free, before) + alone)
+        if done(s, begin, free, took) > behind:
+            return False
+    return done(s, begin, free, late * took) <= due or done(s, begin, free, late * before) > due
 
 
 @part

@@ -40,17 +40,18 @@ from paceline.batching.state import (
 from paceline.compiled import BOOL, F64, I64, entry, making, part, tuple_of
 from paceline.core.request import HELD, IN_FLIGHT, KNOWN, LIMIT, PROMPT, SCHEDULED
 
-Ways = tuple[float, float, float, bool]
-NOBODY: Ways = (0.0, 0.0, 0.0, False)
+Way = tuple[float, float, float, bool]
+Ways = tuple[float, float, float, float, float, bool]
+NOBODY: Ways = (0.0, 0.0, 0.0, 0.0, 0.0, False)
 LATELY_S, RESERVE = 10.0, 0.25  # others on the device had a step so many seconds ago: such a share of the time is kept
 WIDENS = 0.13  # and so much for prompts that come meanwhile, and widen steps that prompts are spread over
 
 
 @making
-def step(s: State, decodes: int, context: int, pending: int, whole: int) -> tuple[int, float]:
+def step(s: State, decodes: int, context: int, pending: int, whole: int, behind: int) -> tuple[int, float]:
     """Prompt tokens and seconds of a step with these decodes, that read so many tokens, or its share of them in a
-    pipeline, and what it takes of the prompts, of which so many tokens are left, of so many; 0 seconds where nobody has
-    measured steps."""
+    pipeline, and what it takes of the prompts, of which so many tokens are left, of so many, each `behind` so many
+    others on average; 0 seconds where nobody has measured steps."""
     if len(s.linear) == 0:
         return min(pending, s.limits[TOKEN_BUDGET]), 0.0
     shape, prompts, chunk, stages = np.zeros(7, np.int64), np.zeros((1, 2), np.int64), 0, s.limits[PIPELINE]
@@ -64,7 +65,7 @@ def step(s: State, decodes: int, context: int, pending: int, whole: int) -> tupl
         chunk = min(pending, max(1, min(width, s.limits[TOKEN_BUDGET]) - decodes))
         if spreads(s):
             chunk = even_share(s, decodes, whole, chunk)
-        add_chunk(shape, pending // 2, chunk, True)
+        add_chunk(shape, max(0, behind - chunk // 2), chunk, True)
     return chunk, seconds_at_pace(s, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]))
 
 
@@ -107,12 +108,13 @@ def whole_steps(s: State, begin: float, free: float, tokens: int, wanted: float,
 def turn(s: State, now: float) -> tuple[int, float]:
     """Prompt tokens and seconds of the next step; 0 seconds where there is nothing to do, or nobody has measured steps.
     """
-    decodes = context = pending = whole = 0
+    decodes = context = pending = whole = behind = 0
     for i in range(s.now[RUNNING]):
         slot = s.running[i]
         left = s.numbers[slot, PROMPT] - s.numbers[slot, SCHEDULED]
         if left > 0:
             pending, whole = pending + left, whole + s.numbers[slot, PROMPT]
+            behind += left * (s.numbers[slot, SCHEDULED] + left // 2)
         elif s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN] > min(1, s.numbers[slot, IN_FLIGHT]):
             decodes += 1
             context += s.numbers[slot, KNOWN]
@@ -120,8 +122,9 @@ def turn(s: State, now: float) -> tuple[int, float]:
         begin, free = now + left_of_flight(s, now), s.clocks[s.limits[PIPELINE] - 1]
         return s.limits[MAX_PROMPT_TOKENS], whole_step(s, s.now[HEAD], begin, free, 0, 0.0)[2]
     for i in range(s.now[HEAD], s.now[TAIL]):
-        pending, whole = pending + s.numbers[s.waiting[i], KNOWN], whole + s.numbers[s.waiting[i], KNOWN]
-    return step(s, decodes, context, pending, whole) if decodes + pending > 0 else (0, 0.0)
+        known = s.numbers[s.waiting[i], KNOWN]
+        pending, whole, behind = pending + known, whole + known, behind + known * known // 2
+    return step(s, decodes, context, pending, whole, behind // max(1, pending)) if decodes + pending > 0 else (0, 0.0)
 
 
 @part
@@ -134,18 +137,21 @@ def left_of_flight(s: State, now: float) -> float:
 
 
 @part
-def in_the_way(s: State, now: float) -> tuple[float, float, bool]:
-    """Of another group on the same device: seconds of its step there now, those of its next one, and whether it had
-    one of late."""
-    lately = s.factors[LANDED] > 0 and now - s.factors[LANDED] < LATELY_S
-    return left_of_flight(s, now), turn(s, now)[1], lately
+def in_the_way(s: State, now: float) -> Way:
+    """Of another group on the same device: seconds until its steps in flight have left the first stage, and the last,
+    those of its next one, and whether it had one of late."""
+    lately, left, gone = s.factors[LANDED] > 0 and now - s.factors[LANDED] < LATELY_S, 0.0, 0.0
+    if s.now[FLYING] > 0:
+        left, gone = max(0.0, s.clocks[0] - now), max(0.0, s.clocks[s.limits[PIPELINE] - 1] - now)
+    return left, gone, turn(s, now)[1], lately
 
 
 @part
-def with_another(ways: Ways, left: float, seconds: float, lately: bool) -> Ways:
+def with_another(ways: Ways, way: Way) -> Ways:
     """What several groups on the device are to this one: `first_token`'s arguments from `ahead` on."""
-    ahead, before, others, any_lately = ways
-    return max(ahead, left), before + (0.0 if left > 0 else seconds), others + seconds, any_lately or lately
+    (ahead, last, before, others, longest, any_lately), (left, gone, seconds, lately) = ways, way
+    before += 0.0 if gone > 0 else seconds
+    return max(ahead, left), max(last, gone), before, others + seconds, max(longest, seconds), any_lately or lately
 
 
 @part
@@ -158,7 +164,7 @@ def between_tokens(s: State, tokens: int) -> float:
 
 @part
 def _between(s: State, decodes: int, context: int) -> float:
-    return s.limits[PIPELINE] * (step(s, decodes, context, 0, 0)[1] - s.factors[BESIDE]) + s.factors[WAITS]
+    return s.limits[PIPELINE] * (step(s, decodes, context, 0, 0, 0)[1] - s.factors[BESIDE]) + s.factors[WAITS]
 
 
 @part
@@ -175,16 +181,17 @@ def _together(s: State) -> tuple[int, int]:
 
 @part
 def first_token(
-    s: State, tokens: int, cached: int, wanted: float, tbt: float, now: float, ahead: float, before: float,
-    others: float, lately: bool,
+    s: State, tokens: int, cached: int, wanted: float, tbt: float, now: float, ahead: float, last: float,
+    before: float, others: float, longest: float, lately: bool,
 ) -> float:  # fmt: skip
     """Seconds until a prompt of so many tokens, which comes now, would have its first token; 0: nobody knows. The cache
     has so many of them.
 
     `wanted` is its place among prompts. Of the other groups on the device (`in_the_way`): seconds until their steps are
-    done; those that the turns take of the ones which have none, which come `before` this one's; those of all of them,
-    between two steps of this one, if that is more than of late; and whether any had one lately: then a share of the
-    time is kept for what may come there. Infinite where the group's goal between tokens, or the prompt's own (`tbt`),
+    done, and have left the `last` stage; those that the turns take of the ones which have none, which come `before`
+    this one's; those of all of them, between two steps of this one, if that is more than of late; of the `longest`,
+    behind which this one's goes through a pipeline; and whether any had one lately: then a share of the time is kept
+    for what may come there. Infinite where the group's goal between tokens, or the prompt's own (`tbt`),
     would not be held.
     """
     if len(s.linear) == 0:
@@ -194,31 +201,35 @@ def first_token(
     if _between(s, decodes + 1, context + tokens) > min(s.factors[GOAL], tbt):
         return np.inf
     pending, needed = tokens - cached, blocks_for(s, tokens)
-    whole = pending
+    whole, behind = pending, pending * (cached + pending // 2)
     for i in range(counts[RUNNING]):
         slot = s.running[i]
         left = numbers[slot, PROMPT] - numbers[slot, SCHEDULED]
         if left > 0:
             whole += numbers[slot, PROMPT]
-            pending += left if s.times[slot, WANTED] <= wanted else 0
+            if s.times[slot, WANTED] <= wanted:
+                pending += left
+                behind += left * (numbers[slot, SCHEDULED] + left // 2)
     for i in range(counts[HEAD], counts[TAIL]):
         slot = s.waiting[i]
         whole += numbers[slot, KNOWN]
         if s.times[slot, WANTED] <= wanted:
-            pending += left_of(s, slot)[1]
+            found, left = left_of(s, slot)
+            pending += left
+            behind += left * (found + left // 2)
             needed += blocks_for(s, numbers[slot, KNOWN])
     rest = _until_room(s, counts[RUNNING] + num_waiting(s) + 1 - s.limits[MAX_BATCH], needed - num_free(s))
     stages, begin = s.limits[PIPELINE], max(left_of_flight(s, now), ahead)
     begin += others if counts[FLYING] > 0 else before
-    free, steps = s.clocks[stages - 1] - now, 1
+    free, steps = max(s.clocks[stages - 1] - now, last), 1
     if s.limits[POLICY] == PREFILL_FIRST:
         took = whole_steps(s, now + begin, now + free, tokens - cached, wanted, others) - now
         if rest > 0:
-            took += rest * (step(s, decodes, context, 0, 0)[1] + others)
+            took += rest * (step(s, decodes, context, 0, 0, 0)[1] + others)
     else:
-        chunk, each = step(s, decodes, context, pending, whole)
+        chunk, each = step(s, decodes, context, pending, whole, behind // pending)
         steps = -(-pending // chunk) + rest
-        took = max(begin + (stages - 1) * each, free) + steps * (each + others) - others
+        took = max(begin + (stages - 1) * max(each, longest), free) + steps * (each + others) - others
         took *= 1 + (WIDENS if spreads(s) else 0.0)
     margin = s.factors[MARGIN] / math.sqrt(steps)  # which is of one step: the sum of several varies less
     return took * (1 + margin) / (1 - (RESERVE if lately else 0.0))
@@ -243,7 +254,7 @@ def _until_room(s: State, places: int, blocks: int) -> int:
     return longest
 
 
-expected_in_the_way = entry(tuple_of(F64, F64, BOOL), STATE, F64)(in_the_way)
+expected_in_the_way = entry(tuple_of(F64, F64, F64, BOOL), STATE, F64)(in_the_way)
 next_turn = entry(tuple_of(I64, F64), STATE, F64)(turn)
-seconds_to_first_token = entry(F64, STATE, I64, I64, F64, F64, F64, F64, F64, F64, BOOL)(first_token)
+seconds_to_first_token = entry(F64, STATE, I64, I64, *[F64] * 8, BOOL)(first_token)
 seconds_between_tokens = entry(F64, STATE, I64)(between_tokens)

@@ -15,6 +15,7 @@ from paceline.batching.pace import forgotten, learn_beside, learned, pace_of
 from paceline.batching.policies import Policy
 from paceline.batching.prediction import (
     NOBODY,
+    Way,
     expected_in_the_way,
     next_turn,
     seconds_between_tokens,
@@ -209,15 +210,15 @@ class Scheduler:
     # What it expects
 
     def first_token(
-        self, request: Request, now: float, ways: Iterable[tuple[float, float, bool]] = ()
-    ) -> float:  # fmt: skip
+        self, request: Request, now: float, ways: Iterable[Way] = ()
+    ) -> float:
         """Seconds until a request that comes now would have its first token (`prediction.first_token`), with others
         `in_the_way`."""
         forgotten(self.handle, now)
         place = _wanted(request.arrival, _or_none(request.slo.ttft), self.policy.by_goal)
         all_ways = NOBODY
         for way in ways:
-            all_ways = _with_another(all_ways, *way)
+            all_ways = _with_another(all_ways, way)
         size, tokens, cached = self.config.block_size, request.prompt_tokens, 0
         if request.prefix:
             cached = size * _num_cached(self.handle, np.array(request.prefix[: (tokens - 1) // size], np.int64))
@@ -228,10 +229,9 @@ class Scheduler:
         """Seconds between tokens of a request that comes now (`prediction.between_tokens`)."""
         return float(seconds_between_tokens(self.handle, request.prompt_tokens))
 
-    def in_the_way(self, now: float) -> tuple[float, float, bool]:
+    def in_the_way(self, now: float) -> Way:
         """What it is to another group on its device (`prediction.in_the_way`)."""
-        left, seconds, lately = expected_in_the_way(self.handle, now)
-        return float(left), float(seconds), bool(lately)
+        return expected_in_the_way(self.handle, now)  # type: ignore[no-any-return]
 
     def turn(self, now: float) -> tuple[int, float]:
         """Prompt tokens and seconds of the next step; 0 seconds: there is nothing to do, or nobody knows."""

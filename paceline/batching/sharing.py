@@ -56,6 +56,13 @@ def soonest(expected: Any, queued: Any, able: Any) -> int:
 
 
 @part
+def full(flying: int, stages: int) -> bool:
+    """Whether a device whose groups have so many steps in flight takes no more: in a pipeline one more than it has
+    stages, since a short one does not fill the second while a long one is in it."""
+    return flying >= (stages + 1 if stages > 1 else 1)
+
+
+@part
 def next_in_turn(served: Any, due: Any, horizon: float, tried: Any) -> int:
     """Of the groups that share a device the one that is to step next; -1: all tried.
 

@@ -22,7 +22,7 @@ from paceline.batching.pace import forget, learn, learn_beside, learn_wait
 from paceline.batching.policies import compose, land, leave_first_stage, wanted
 from paceline.batching.prediction import NOBODY, first_token, in_the_way, turn, with_another
 from paceline.batching.residency import gives_way, loading
-from paceline.batching.sharing import narrow, next_due, next_in_turn, soonest
+from paceline.batching.sharing import full, narrow, next_due, next_in_turn, soonest
 from paceline.batching.state import (
     ARRIVAL,
     BEGIN,
@@ -220,8 +220,11 @@ def _compose(w: World, lane: int, now: float) -> bool:
     in_flight, each, alone = 0, 0.0, network.members[lane] == 1
     for g in range(len(network.states)):
         scratch.tried[g] = network.lanes[g] != lane
-        in_flight += 0 if scratch.tried[g] else flights.flying[g]
-    if in_flight >= network.deepest[lane]:
+        if not scratch.tried[g]:
+            in_flight += flights.flying[g]
+            if state_at(network.states[g]).now[ENTERING] >= 0:
+                return False
+    if full(in_flight, network.deepest[lane]):
         return False
     for g in range(0 if alone else len(network.states)):
         if not scratch.tried[g]:
@@ -429,12 +432,11 @@ def _host(w: World, r: int, now: float) -> int:
             ways = NOBODY
             for other in range(count):
                 if other != g and network.lanes[other] == network.lanes[g]:
-                    left, turn_s, lately = in_the_way(state_at(network.states[other]), now)
-                    ways = with_another(ways, left, turn_s, lately)
+                    ways = with_another(ways, in_the_way(state_at(network.states[other]), now))
             place = wanted(arrival, ttft, network.rules[g, 0] > 0)
             tokens = w.requests.prompts[r]
             tbt = w.requests.tbt[r]
-            expected[g] = first_token(s, tokens, 0, place, tbt, now, ways[0], ways[1], ways[2], ways[3])
+            expected[g] = first_token(s, tokens, 0, place, tbt, now, *ways)
             if not there.up[g] and expected[g] > 0:
                 expected[g] += loading(there.load_s[g], there.resident[g], there.since[g], now)
     return soonest(expected, queued, able)

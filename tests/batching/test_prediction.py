@@ -39,9 +39,10 @@ def traffic(rng: random.Random, model: str, rate: float, slo: SLO, seconds: floa
 class Seen:
     """What became of requests: first tokens, and the longest gap between tokens of each."""
 
-    def __init__(self, groups: list[GroupConfig], requests: list[Request]) -> None:
+    def __init__(self, groups: list[GroupConfig], requests: list[Request], share: float = 1.0) -> None:
+        """`share`: of `STEP`, which a stage takes."""
         outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
-        events = simulate(Controller(groups), requests, lambda batch: STEP.seconds(batch.shape), outputs)
+        events = simulate(Controller(groups), requests, lambda batch: share * STEP.seconds(batch.shape), outputs)
         self.refused = {e.request: e.detail for e in events if e.kind == "rejected"}
         times = defaultdict(list)
         for event in events:
@@ -89,6 +90,36 @@ def test_whole_texts_that_would_be_late_are_refused(pipeline, served):
     assert all(seen.met()) and served * len(flood) < len(seen.met()) < 0.6 * len(flood)
 
 
+@pytest.mark.parametrize("kind", ["texts", "prompts"])
+def test_a_burst_on_two_devices_has_nearly_twice_as_many_in_time_where_both_are_stages(kind):
+    """AlpaServe, section 3.1, with admission and steps of several prompts. While texts that came together shared steps,
+    as they do on one device, they were not in both stages at a time: 7 of them came in time."""
+    burst = [Request(f"a{i}", 200, 1, 0.0, "a", SLO(ttft=0.5)) for i in range(24)]
+    group, in_time = encoder("a") if kind == "texts" else config("a", admission=True), []
+    assert group.budget
+    for some, share in (group, 1.0), (replace(group, pipeline=2, budget=group.budget.of_share(0.5)), 0.5):
+        seen = Seen([some], burst, share)
+        assert all(seen.met())
+        in_time.append(len(seen.met()))
+    assert in_time[1] >= 1.7 * in_time[0], in_time
+
+
+def test_a_pipeline_stays_full_where_short_steps_follow_long_ones():
+    """Of two models on the same stages. With no more steps in flight than stages the first one stood idle for two
+    fifths of the time: a short step waited for the second, which had a long one."""
+    prompts = [Request(f"a{i}", 400, 1, 0.0, "a") for i in range(40)]
+    decodes = [Request(f"b{i}", 20, 1000, 0.0, "b") for i in range(2)]
+    groups, busy = [config(name, pipeline=2, device=0) for name in "ab"], list[tuple[float, float]]()
+    outputs = FixedOutputs({r.id: r.max_tokens for r in (*prompts, *decodes)})
+    simulate(
+        Controller(groups), [*prompts, *decodes], lambda batch: STEP.seconds(batch.shape), outputs,
+        watch=lambda batch, stages: busy.append(stages[0]),
+    )  # fmt: skip
+    last = sum(r.prompt_tokens for r in prompts) / 2500
+    worked = sum(end - begin for begin, end in busy if end < last)
+    assert worked > 0.95 * last, worked / last
+
+
 def test_a_few_texts_beside_a_flood_of_others_are_served_and_neither_is_late():
     """Of the flood 81 % came in time while what the few would take was thought of only when they had come."""
     few, flood = texts(2, "b", 3.0, 0.5), texts(1, "a", 60.0, 0.5)
@@ -102,7 +133,8 @@ def test_texts_beside_a_model_that_generates_are_not_kept_until_they_are_late(ra
     """They share a device, at the load that the other alone can carry and at three times that. By `prefill_first`,
     which knows no goals, 73 and 90 % came in time; while only the first text's step was thought of, 92 and 98 %. While
     texts had their turn only when they were due it took 290 ms at P50, and while steps were as long as the other's goal
-    allowed, whatever the texts took, 35 % of its requests had a mean gap within that at three times the load."""
+    allowed, whatever the texts took, 35 % of its requests had a mean gap within that at three times the load, and 86
+    while they were shorter by what it waited for on average."""
     source, budget = random.Random(1), GoalBudget(STEP.linear, STEP.terms, 1, 256, 256, margin=0.05)
     group = GroupConfig(("t",), LIMITS.of_texts(), WHOLE_PROMPTS, budget=budget, admission=True, device=0)
     short = [replace(one, max_tokens=1) for one in traffic(source, "t", 4.0, SLO(ttft=0.5))]
@@ -113,7 +145,7 @@ def test_texts_beside_a_model_that_generates_are_not_kept_until_they_are_late(ra
     assert statistics.median(seen.ttft[r.id] for r in seen.admitted if r.model == "t") < 0.25
     assert sum(seen.met("a")) >= 0.99 * len(seen.met("a"))
     held = [statistics.mean(seen.gaps[r.id]) <= 0.15 for r in seen.admitted if r.model == "a"]
-    assert sum(held) > 0.85 * len(held)
+    assert sum(held) > 0.92 * len(held)
 
 
 def test_without_admission_the_same_flood_drowns_everybody():
@@ -154,10 +186,11 @@ def test_what_the_cache_has_of_a_prompt_is_not_waited_for():
     first = Request("a", 330, 1, 0.0, "a", prefix=prefix)
     simulate(controller, [first], lambda batch: STEP.seconds(batch.shape), FixedOutputs({"a": 1}))
     warm = scheduler.first_token(Request("x", 330, 1, prefix=prefix), 9.0)
-    assert warm < 0.2 * cold and warm == scheduler.first_token(Request("y", 10, 1), 9.0)
+    alike = scheduler.first_token(Request("y", 10, 1), 9.0)  # but for what the ten read of the others
+    assert warm < 0.2 * cold and alike < warm < 1.01 * alike
     controller.submit(Request("b", 330, 1, 9.0, "a", prefix=prefix), 9.0)
     behind = scheduler.first_token(Request("y", 10, 1), 9.0)
-    assert warm <= behind < 0.3 * cold, "nor behind such a prompt"
+    assert alike <= behind < 0.3 * cold, "nor behind such a prompt"
 
 
 def test_requests_go_where_they_are_served_soonest():
