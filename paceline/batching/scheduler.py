@@ -209,9 +209,7 @@ class Scheduler:
 
     # What it expects
 
-    def first_token(
-        self, request: Request, now: float, ways: Iterable[Way] = ()
-    ) -> float:
+    def first_token(self, request: Request, now: float, ways: Iterable[Way] = ()) -> float:
         """Seconds until a request that comes now would have its first token (`prediction.first_token`), with others
         `in_the_way`."""
         forgotten(self.handle, now)
