@@ -12,7 +12,7 @@ from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
 from paceline.batching.state import MARGIN
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import StepResult, StepShape
-from paceline.core.events import Complete, Submit, Unreachable
+from paceline.core.events import Advance, Complete, Submit, Unreachable
 from paceline.core.request import SLO, Request
 from paceline.latency.step_time import StepTime
 from paceline.simulator.driver import FixedOutputs, simulate
@@ -253,6 +253,16 @@ def test_a_step_in_flight_counts_by_what_is_left_of_it(pipeline):
     assert said == pytest.approx([(stages + 1) * took, (stages + 0.5) * took, stages * took], rel=0.01)
     controller.turn([Complete(0, batch.id, StepResult(bytearray(b"\1"), finished=[(0, "length")]))], 9.0)
     assert scheduler.first_token(request, 9.0) / 1.05 == pytest.approx(stages * took, rel=0.01)
+
+
+def test_a_step_of_another_model_in_the_last_stage_is_waited_for():
+    """The first one is free, and what goes through it now waits behind that."""
+    controller = Controller([config(name, pipeline=2, device=0, admission=True) for name in "ab"])
+    long, short = (STEP.seconds(StepShape().add(0, tokens, True)) for tokens in (128, 10))
+    _, (batch,) = controller.turn([Submit(Request("y", 128, 1, model="a"))], 5.0)
+    controller.turn([Advance(0, batch.id)], 5.0 + long)
+    said = controller._expected(1, Request("x", 10, 1, model="b"), 5.0 + long) / 1.05
+    assert said == pytest.approx(long + short, rel=0.01)
 
 
 def test_the_margin_is_of_a_step_and_many_need_less_of_it():
