@@ -10,7 +10,8 @@ first the profile's error, of steps that nothing follows. It moves by little wit
 down.
 
 Where other models share the device a group waits for their turns. What it waited between two steps of its own, of late,
-is part of the time between tokens, and of the time that several steps take.
+is part of the time between tokens, and of the time that several steps take. How much of the device's time it had itself
+says how busy that is.
 """
 
 # mypy: disable-error-code=no-any-return
@@ -28,6 +29,8 @@ from paceline.batching.state import (
     MARGIN,
     PACE,
     RESTED,
+    SHARE,
+    SHARED,
     SLICES,
     SLOT,
     STATE,
@@ -44,6 +47,7 @@ LONGER, SHORTER = 0.1, 0.05  # of the newest wait: a goal for every request is n
 MOST = 1.5  # that a step may be off by
 LONGEST_S = 0.02  # beside the engine; what is longer is a stall
 IDLE_S = 1.0  # without a step: nobody's turn takes so long; from then on what was learnt is forgotten,
+LATELY_S = 3.0  # a share of the device's time counts for about so long
 REST_S = 30.0  # after which a third of it is left
 UP, DOWN = 0.0099, 0.0001
 
@@ -88,6 +92,18 @@ def learn_wait(s: State, seconds: float) -> None:
     """So long it was between two steps."""
     more = min(seconds, IDLE_S) - s.factors[WAITS]
     s.factors[WAITS] += (LONGER if more > 0 else SHORTER) * more
+
+
+@part
+def learn_share(s: State, now: float, seconds: float) -> None:
+    """A step begins that each stage has for so long."""
+    s.factors[SHARE], s.factors[SHARED] = share_of(s, now) + seconds / LATELY_S, now
+
+
+@part
+def share_of(s: State, now: float) -> float:
+    """Of its device's time that the group had of late."""
+    return s.factors[SHARE] * math.exp((s.factors[SHARED] - now) / LATELY_S)
 
 
 @part

@@ -27,7 +27,7 @@ from paceline.batching.moves import (
     pending,
     room,
 )
-from paceline.batching.pace import learn_waits
+from paceline.batching.pace import learn_share, learn_waits
 from paceline.batching.state import (
     AT,
     BEGIN,
@@ -413,6 +413,7 @@ def take_off(s: State) -> None:
     learn_waits(s)
     shape, end = s.shape, s.factors[BEGIN]
     took = seconds_at_pace(s, (shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], shape[6]))
+    learn_share(s, end, took)
     for k in range(s.limits[PIPELINE]):
         end = max(end, s.clocks[k]) + took + (s.factors[SPENT] if k == 0 else 0.0)
         s.clocks[k] = end

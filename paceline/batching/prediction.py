@@ -14,13 +14,13 @@ import numpy as np
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import add_chunk, seconds_at_pace, widest_of
 from paceline.batching.moves import left_of, num_waiting, within
+from paceline.batching.pace import share_of
 from paceline.batching.policies import PREFILL_FIRST, done, even_share, joins, seconds_of_whole, spreads
 from paceline.batching.state import (
     BESIDE,
     FLYING,
     GOAL,
     HEAD,
-    LANDED,
     MARGIN,
     MAX_BATCH,
     MAX_PROMPT_TOKENS,
@@ -37,14 +37,14 @@ from paceline.batching.state import (
     WANTED,
     State,
 )
-from paceline.compiled import BOOL, F64, I64, entry, making, part, tuple_of
+from paceline.compiled import F64, I64, entry, making, part, tuple_of
 from paceline.core.request import HELD, IN_FLIGHT, KNOWN, LIMIT, PROMPT, SCHEDULED
 
-Way = tuple[float, float, float, bool]
-Ways = tuple[float, float, float, float, float, bool]
-NOBODY: Ways = (0.0, 0.0, 0.0, 0.0, 0.0, False)
-LATELY_S, RESERVE = 10.0, 0.25  # others on the device had a step so many seconds ago: such a share of the time is kept
-WIDENS = 0.13  # and so much for prompts that come meanwhile, and widen steps that prompts are spread over
+Way = tuple[float, float, float, float]
+Ways = tuple[float, float, float, float, float, float]
+NOBODY: Ways = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+RESERVE = 0.25  # of the time until a first token, where several models share a device that is busy all the time
+WIDENS = 0.13  # by prompts that come meanwhile, and widen steps that prompts are spread over
 
 
 @making
@@ -139,19 +139,19 @@ def left_of_flight(s: State, now: float) -> float:
 @part
 def in_the_way(s: State, now: float) -> Way:
     """Of another group on the same device: seconds until its steps in flight have left the first stage, and the last,
-    those of its next one, and whether it had one of late."""
-    lately, left, gone = s.factors[LANDED] > 0 and now - s.factors[LANDED] < LATELY_S, 0.0, 0.0
+    those of its next one, and its share of the device's time of late."""
+    left = gone = 0.0
     if s.now[FLYING] > 0:
         left, gone = max(0.0, s.clocks[0] - now), max(0.0, s.clocks[s.limits[PIPELINE] - 1] - now)
-    return left, gone, turn(s, now)[1], lately
+    return left, gone, turn(s, now)[1], share_of(s, now)
 
 
 @part
 def with_another(ways: Ways, way: Way) -> Ways:
     """What several groups on the device are to this one: `first_token`'s arguments from `ahead` on."""
-    (ahead, last, before, others, longest, any_lately), (left, gone, seconds, lately) = ways, way
+    (ahead, last, before, others, longest, shares), (left, gone, seconds, share) = ways, way
     before += 0.0 if gone > 0 else seconds
-    return max(ahead, left), max(last, gone), before, others + seconds, max(longest, seconds), any_lately or lately
+    return max(ahead, left), max(last, gone), before, others + seconds, max(longest, seconds), shares + share
 
 
 @part
@@ -182,7 +182,7 @@ def _together(s: State) -> tuple[int, int]:
 @part
 def first_token(
     s: State, tokens: int, cached: int, wanted: float, tbt: float, now: float, ahead: float, last: float,
-    before: float, others: float, longest: float, lately: bool,
+    before: float, others: float, longest: float, share: float,
 ) -> float:  # fmt: skip
     """Seconds until a prompt of so many tokens, which comes now, would have its first token; 0: nobody knows. The cache
     has so many of them.
@@ -190,9 +190,10 @@ def first_token(
     `wanted` is its place among prompts. Of the other groups on the device (`in_the_way`): seconds until their steps are
     done, and have left the `last` stage; those that the turns take of the ones which have none, which come `before`
     this one's; those of all of them, between two steps of this one, if that is more than of late; of the `longest`,
-    behind which this one's goes through a pipeline; and whether any had one lately: then a share of the time is kept
-    for what may come there. Infinite where the group's goal between tokens, or the prompt's own (`tbt`),
-    would not be held.
+    behind which this one's goes through a pipeline; and their `share` of its time of late. As busy as the device has
+    been with all of them, so much is kept of the time for what may come there: a busy one has a queue as long as may be
+    anyway, and an idle one takes a burst whole. Infinite where the group's goal between tokens, or the prompt's own
+    (`tbt`), would not be held.
     """
     if len(s.linear) == 0:
         return 0.0
@@ -232,7 +233,7 @@ def first_token(
         took = max(begin + (stages - 1) * max(each, longest), free) + steps * (each + others) - others
         took *= 1 + (WIDENS if spreads(s) else 0.0)
     margin = s.factors[MARGIN] / math.sqrt(steps)  # which is of one step: the sum of several varies less
-    return took * (1 + margin) / (1 - (RESERVE if lately else 0.0))
+    return took * (1 + margin) / (1 - RESERVE * min(1.0, share + share_of(s, now) if share > 0 else 0.0))
 
 
 @making
@@ -254,7 +255,7 @@ def _until_room(s: State, places: int, blocks: int) -> int:
     return longest
 
 
-expected_in_the_way = entry(tuple_of(F64, F64, F64, BOOL), STATE, F64)(in_the_way)
+expected_in_the_way = entry(tuple_of(F64, F64, F64, F64), STATE, F64)(in_the_way)
 next_turn = entry(tuple_of(I64, F64), STATE, F64)(turn)
-seconds_to_first_token = entry(F64, STATE, I64, I64, *[F64] * 8, BOOL)(first_token)
+seconds_to_first_token = entry(F64, STATE, I64, I64, *[F64] * 9)(first_token)
 seconds_between_tokens = entry(F64, STATE, I64)(between_tokens)

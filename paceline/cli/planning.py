@@ -198,8 +198,6 @@ def planned(
     models = [_model(entry, file, errors, threads, token_budget) for entry in fleet.models]
     instead = {key: value for key, value in (("devices", devices), ("memory", memory)) if value is not None}
     cluster = _cluster(fleet.cluster.model_copy(update=instead))
-    if not any(model.step_time for model in models):  # texts go one by one, as AlpaServe has it, and fast
-        models = [replace(model, text_time=None) for model in models]
     limits = SchedulerConfig() if token_budget is None else SchedulerConfig(token_budget)
     return Planned(models, cluster, errors or None, limits, policy)
 

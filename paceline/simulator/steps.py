@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.batching.blocks import num_free, take
-from paceline.batching.budget import seconds
+from paceline.batching.budget import seconds, seconds_at_pace
 from paceline.batching.lending import share_out
 from paceline.batching.moves import add, end, fits, num_waiting, reset
-from paceline.batching.pace import forget, learn, learn_beside, learn_wait
+from paceline.batching.pace import forget, learn, learn_beside, learn_share, learn_wait
 from paceline.batching.policies import compose, land, leave_first_stage, wanted
 from paceline.batching.prediction import NOBODY, first_token, in_the_way, turn, with_another
 from paceline.batching.residency import gives_way, loading
@@ -357,6 +357,8 @@ def _decode_on(w: World, g: int, now: float, kept: int) -> None:
             at = begin + count + made
             took[at], left[at, 0], sizes[at, 0], sizes[at, 1] = latency, end_time, g, running
             learn_wait(s, 0.0)
+            if w.network.members[lane] > 1:
+                learn_share(s, now, seconds_at_pace(s, (running, running, running, context, 0, 0, 0)))
             if learns:
                 learn(s, running, seconds(s.linear, s.terms, (running, running, running, context, 0, 0, 0)), engine)
                 learn_beside(s, end_time - now - engine)

@@ -1,5 +1,6 @@
 """Goals that can be met are met, others are refused at once; nobody's overload takes another model's turns."""
 
+import math
 import random
 import statistics
 from collections import Counter, defaultdict
@@ -102,6 +103,35 @@ def test_a_burst_on_two_devices_has_nearly_twice_as_many_in_time_where_both_are_
         assert all(seen.met())
         in_time.append(len(seen.met()))
     assert in_time[1] >= 1.7 * in_time[0], in_time
+
+
+def test_a_burst_on_an_idle_device_is_admitted_as_if_nobody_shared_it():
+    """While a quarter of the time was kept wherever others had had a step in ten seconds, a third of it was refused."""
+    burst, other = [Request(f"a{i}", 200, 1, 9.0, "a", SLO(ttft=0.5)) for i in range(24)], Request("b", 200, 1, 0, "b")
+    alone = Seen([encoder("a")], burst)
+    shared = Seen([encoder("a", device=0), encoder("b", device=0)], [other, *burst])
+    assert all(shared.met("a")) and len(shared.met("a")) == len(alone.met()) > 4
+
+
+def test_as_busy_as_a_shared_device_was_so_much_of_the_time_is_kept():
+    """All of it by another model, at first, then by both, then by nobody."""
+    groups = [config(name, device=0, admission=True) for name in "ab"]
+    controller, now, took = Controller(groups), 0.0, STEP.seconds(StepShape().add(0, 100, True))
+    request = Request("x", 100, 1, model="a")
+
+    def kept() -> float:
+        return 1 - 1.05 * took / controller._expected(0, request, now)
+
+    assert kept() == pytest.approx(0.0, abs=1e-6)
+    for models in ("b", "ab"):
+        for turn in range(400):
+            model = models[turn % len(models)]
+            _, (batch,) = controller.turn([Submit(Request(f"{now}", 100, 1, now, model))], now)
+            now += took
+            controller.turn([Complete(batch.group, batch.id, StepResult(bytearray(b"\1"), [(0, "length")]))], now)
+        assert kept() == pytest.approx(0.25, abs=0.005)
+    now += 3.0
+    assert kept() == pytest.approx(0.25 / math.e, rel=0.02)
 
 
 def test_a_pipeline_stays_full_where_short_steps_follow_long_ones():

@@ -272,6 +272,24 @@ def test_models_with_steps_are_planned_by_simulating_them(folder):
     assert load_placement(folder / "p.json").hosts("a")
 
 
+def test_a_fleet_of_encoders_is_simulated_as_it_is_served(folder):
+    """By steps, with texts as long as they are; not as AlpaServe's models, which have one latency each."""
+    lengths = {"16": {"1": [0.02]}, "256": {"1": [0.1]}}
+    shape = {"stage_weight_bytes": [GIB], "stage_latency": {"1": [0.1]}, "prompt_tokens": 256, "by_length": lengths}
+    (folder / "profile.json").write_text(json.dumps({"models": {"bert": {"parallel": [shape]}}}))
+    (folder / "fleet.yaml").write_text(
+        "models: [{name: a, source: 'profile:bert', slo: {deadline: 1.0}, workload: {rate: 1.0}}]\n"
+        "cluster: {devices: 1, memory: 2GiB}\n"
+    )
+    (folder / "p.json").write_text('{"groups": [{"devices": [0], "parallel": {}, "models": ["a"]}]}')
+    (folder / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,a,16,0\n1,a,256,0\n2,a,136,0\n")
+    paceline(folder, "simulate", "fleet.yaml", "--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv",
+             "--out", "r")  # fmt: skip
+    rows = [*csv.DictReader((folder / "r/requests.csv").open())]
+    took = [float(row["finish"]) - float(row["arrival"]) for row in rows]
+    assert took == pytest.approx([0.02, 0.1, 0.06], abs=1e-3)
+
+
 def test_steps_are_simulated_by_the_policy_and_as_wide_as_asked_for(folder):
     """A long prompt beside a decode: whole it stalls the decode once, in narrow chunks never for long."""
     linear, zero = (
