@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
-from paceline.cli.planning import load_placement, save_placement
+from paceline.cli.placement_file import load_placement, save_placement
 from paceline.core.cluster import Group, Placement
 from paceline.runtime.fleet import LocalFleet, WorkerGroup
 from paceline.runtime.ray_process import RayCluster, RayLauncher

@@ -11,7 +11,8 @@ from paceline.cli.deployment import complete
 from paceline.cli.drafting import lookahead
 from paceline.cli.fleet_file import ClusterKeys, FleetFile
 from paceline.cli.models import Model
-from paceline.cli.planning import Planned, load_placement, traffic
+from paceline.cli.placement_file import load_placement
+from paceline.cli.planning import Planned, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import KV_SHARE, Group, Parallel, Placement, slots_of
 from paceline.core.request import SLO

@@ -24,7 +24,7 @@ from paceline.latency.step_time import BEFORE, OTHERS
 FEWEST = 50  # steps of a model, or of a width, below which nothing is known of it
 FEW = 20  # likewise, of a width by what else there is
 PARTS = 32  # of the spread
-Live = dict[str, dict[str, Any]]  # by model, `planning.LiveEntry`
+Live = dict[str, dict[str, Any]]  # by model, `profile_file.LiveEntry`
 
 
 def measured(url: str, api_key: str | None = None) -> Live:

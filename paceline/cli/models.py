@@ -10,7 +10,8 @@ from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.fleet_profile import measured_here
 from paceline.cli.goals import goal_budget
-from paceline.cli.planning import PlanningProfile, text_steps, text_times
+from paceline.cli.planning import text_steps, text_times
+from paceline.cli.profile_file import PlanningProfile
 from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
 from paceline.engine.config import PRECISIONS, ModelConfig, precision

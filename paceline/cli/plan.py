@@ -15,17 +15,8 @@ from rich.table import Table
 
 from paceline.cli import fleet_file
 from paceline.cli.ask import ask
-from paceline.cli.planning import (
-    DEFAULT_POLICY,
-    FEWEST,
-    Planned,
-    check_parent,
-    load_placement,
-    names_of,
-    planned,
-    save_placement,
-    traffic,
-)
+from paceline.cli.placement_file import load_placement, save_placement
+from paceline.cli.planning import DEFAULT_POLICY, FEWEST, Planned, check_parent, names_of, planned, traffic
 from paceline.core.cluster import Placement
 from paceline.placement import explain
 from paceline.placement.dispatch import RULES

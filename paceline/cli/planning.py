@@ -3,9 +3,8 @@
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from dataclasses import fields as dataclass_fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,11 +16,12 @@ from paceline.cli import profile_cache
 from paceline.cli.drafting import Drafting, costs
 from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile
 from paceline.cli.goals import goal_budget
+from paceline.cli.profile_file import LiveEntry, ModelEntry, PlanningProfile, ShapeEntry
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import resolve
 from paceline.controller import GroupConfig
 from paceline.core.batch import StepShape
-from paceline.core.cluster import Cluster, Group, Parallel, Placement
+from paceline.core.cluster import Cluster, Parallel
 from paceline.core.request import SLO
 from paceline.engine.config import ModelConfig, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
@@ -41,84 +41,6 @@ STEPWISE_REQUESTS = 2000  # likewise of autoregressive models, whose steps are s
 FEWEST = 50  # requests of late, below which traffic is not known
 DEFAULT_POLICY, DEFAULT_WIDTH = GroupConfig().policy, SchedulerConfig().token_budget  # as `serve` has them
 PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody measured shapes
-
-
-class ShapeEntry(msgspec.Struct):
-    stage_weight_bytes: list[float]
-    working_bytes: float = 0
-    pipeline: int = 1
-    tensor: int = 1
-    stage_latency: dict[str, list[float]] | None = None
-    step_share: float | None = None
-    prompt_tokens: int | None = None
-    by_length: dict[int, dict[int, tuple[float, ...]]] | None = None
-
-
-Positive = Annotated[float, msgspec.Meta(gt=0)]
-Paces = dict[Annotated[int, msgspec.Meta(gt=0)], Positive]
-
-
-class LiveEntry(msgspec.Struct, forbid_unknown_fields=True):
-    pace: Positive = 1.0  # seconds of a step in a server over what the profile says
-    overhead_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # of a step, beside the engine
-    widths: Paces = {}  # by tokens of a step, from so many on
-    apart: dict[Literal["idle", "busy"], dict[Literal["own", "other"], Paces]] = {}  # by what else there is
-    spread: tuple[Positive, ...] = ()  # of steps over those like them; equally likely
-
-    @property
-    def paces(self) -> dict[int, float]:
-        return self.widths or {1: self.pace}
-
-
-class ModelEntry(msgspec.Struct):
-    parallel: list[ShapeEntry]
-    live: LiveEntry | None = None
-    step_time: dict[str, Any] | None = None
-    roofline: dict[str, Any] | None = None
-    tiles: Any = None
-    cliffs: Any = None
-    knee: Any = None
-    error: Any = None
-    noise: Any = None
-    widths: Any = None
-
-    def measured(self) -> Profile | None:
-        """What `paceline profile` wrote of a model with steps; None where some of it is missing. Raises ValueError."""
-        fields = {one.name: getattr(self, one.name) for one in dataclass_fields(Profile)}
-        if any(value is None for value in fields.values()):
-            return None
-        return msgspec.convert(fields, Profile, str_keys=True)
-
-    def texts(self) -> TextTimes | None:
-        """Of an encoder on one device, by as many lengths as were measured; None where that is not there."""
-        for one in self.parallel:
-            if one.pipeline == one.tensor == 1 and one.by_length:
-                return TextTimes(one.by_length)
-            if one.pipeline == one.tensor == 1 and one.prompt_tokens and one.stage_latency:
-                return TextTimes({one.prompt_tokens: {int(n): tuple(some) for n, some in one.stage_latency.items()}})
-        return None
-
-
-class PlanningProfile(msgspec.Struct):
-    """A profile file as planning reads it (DESIGN, section 7)."""
-
-    models: dict[str, ModelEntry]
-    device: Any = None
-    error: dict[str, float] | None = None  # the largest of the models'
-
-    def margin(self, name: str) -> float:
-        """P95 of what steps of this model, or of any where that is all there is, are off by."""
-        return (self.models[name].error or self.error or {}).get("p95", 0.0)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def load(path: Path) -> "PlanningProfile":
-        """Raises ValueError for a file that is none."""
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=PlanningProfile)
-        except OSError as error:
-            raise ValueError(f"profile: {path}: {error.strerror}") from error
-        except msgspec.DecodeError as error:
-            raise ValueError(f"profile: {path} is not a profile: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -464,53 +386,6 @@ def make_folder(option: str, path: Path) -> None:
         raise ValueError(f"{option}: {path}: {error.strerror}") from error
     if not os.access(path, os.W_OK):
         raise ValueError(f"{option}: {path}: cannot be written to")
-
-
-class PlacementFile(msgspec.Struct, forbid_unknown_fields=True):
-    groups: list["GroupEntry"]
-
-
-class GroupEntry(msgspec.Struct, forbid_unknown_fields=True):
-    devices: list[int]
-    parallel: "ParallelEntry"
-    models: list[str]
-
-
-class ParallelEntry(msgspec.Struct, forbid_unknown_fields=True):
-    pipeline: int = 1
-    tensor: int = 1
-
-
-def load_placement(path: Path) -> Placement:
-    """Raises ValueError with one line that names the key."""
-    try:
-        file = msgspec.json.decode(path.read_bytes(), type=PlacementFile)
-    except OSError as error:
-        raise ValueError(f"placement: {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ValueError(f"placement: {path}: {error}") from error
-    try:
-        return Placement(
-            tuple(
-                Group(tuple(one.devices), Parallel(one.parallel.pipeline, one.parallel.tensor), tuple(one.models))
-                for one in file.groups
-            )
-        )
-    except ValueError as error:
-        raise ValueError(f"placement: {path}: {error}") from error
-
-
-def placement_json(placement: Placement) -> bytes:
-    """What a placement file holds."""
-    groups = [
-        GroupEntry(list(g.devices), ParallelEntry(g.parallel.pipeline, g.parallel.tensor), list(g.models))
-        for g in placement.groups
-    ]
-    return msgspec.json.format(msgspec.json.encode(PlacementFile(groups)), indent=1)
-
-
-def save_placement(path: Path, placement: Placement) -> None:
-    path.write_bytes(placement_json(placement))
 
 
 def _mean(values: Any, mine: Any) -> float:

@@ -24,8 +24,10 @@ from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import Limits, devices_of, on_cluster, plan, quickest_share, read_placement, worker_groups
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
-from paceline.cli.planning import PlanningProfile, names_of, placement_json, planned
+from paceline.cli.placement_file import placement_json
+from paceline.cli.planning import names_of, planned
 from paceline.cli.profile_cache import threads_of
+from paceline.cli.profile_file import PlanningProfile
 from paceline.cli.replan import WINDOW_S, Replanner
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import DEFAULT_POLICY, check_parent, load_placement, make_folder, planned
+from paceline.cli.placement_file import load_placement
+from paceline.cli.planning import DEFAULT_POLICY, check_parent, make_folder, planned
 from paceline.metrics.outcomes import report
 from paceline.placement.dispatch import RULES
 from paceline.placement.problem import ALPASERVE, ALPASERVE_EVENTS, Problem, Timing

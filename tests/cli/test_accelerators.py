@@ -9,7 +9,7 @@ from paceline.cli import accelerators, worker
 from paceline.cli.accelerators import VISIBLE, check, gpu_name, gpus
 from paceline.cli.groups import OVERHEAD, weight_bytes, worker_groups
 from paceline.cli.models import find_models
-from paceline.cli.planning import load_placement
+from paceline.cli.placement_file import load_placement
 from paceline.cli.profile_cache import Device
 from paceline.core.cluster import KV_SHARE, Parallel
 from paceline.runtime.workers import Seat

@@ -17,7 +17,8 @@ from paceline.cli.groups import (
     worker_groups,
 )
 from paceline.cli.models import Model, find_models
-from paceline.cli.planning import Planned, load_placement
+from paceline.cli.placement_file import load_placement
+from paceline.cli.planning import Planned
 from paceline.cli.sources import BUILTIN
 from paceline.core.cluster import KV_SHARE, Cluster, Group, Parallel, Placement
 from paceline.engine import load

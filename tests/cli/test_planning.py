@@ -13,7 +13,8 @@ import pytest
 
 from paceline.cli import fleet_file, profile_cache
 from paceline.cli.groups import plan
-from paceline.cli.planning import _from_config, load_placement, planned, traffic
+from paceline.cli.placement_file import load_placement
+from paceline.cli.planning import _from_config, planned, traffic
 from paceline.core.cluster import Parallel
 from paceline.engine.config import ModelConfig
 from paceline.latency.profile import Percentiles, Profile

@@ -11,7 +11,7 @@ import pytest
 from paceline.cli import profile_cache
 from paceline.cli.groups import OVERHEAD
 from paceline.cli.models import find_models, paced
-from paceline.cli.planning import PlanningProfile
+from paceline.cli.profile_file import PlanningProfile
 from paceline.cli.sources import BUILTIN
 from paceline.core.record import load
 from paceline.engine.host import MARGIN
