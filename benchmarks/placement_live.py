@@ -21,7 +21,8 @@ from benchmarks.live import keep, measured, paceline, parser, poisson, profiled,
 from benchmarks.machine import describe
 from paceline.workload.trace import Trace, load
 
-SCALE, TBT, CV, SECONDS = 5.0, 0.15, 4.0, 45.0
+SCALE, TBT, CV = 5.0, 0.15, 4.0
+LEAD, SECONDS = 60.0, 90.0  # of a trace; the first part is cut off, for there all models begin with a burst at once
 UTILISATIONS = (0.1, 0.2, 0.35, 0.5)  # of both devices, by what requests take alone
 TEXTS = "\n".join(
     f"  - {{{{name: minilm-{n}, source: {{minilm}}, slo: {{goals[minilm-{n}]}}, "
@@ -80,6 +81,13 @@ def alone(folder: Path, names: tuple[str, ...], count: int) -> dict[str, dict]:
     return found
 
 
+def bursty(folder: Path, name: str, rate: float, seconds: float, seed: int) -> None:
+    """A trace of so many requests/s in all, as many of each model."""
+    options = ["--total-rate", rate, "--power", 0, "--cv", CV, "--duration", LEAD + seconds, "--seed", seed]
+    paceline(folder, "trace", "make", "fleet.yaml", *options, "--out", name)
+    load(folder / name).between(LEAD, LEAD + seconds).save(folder / name)
+
+
 def goals_of(report: dict) -> str:
     """SCALE times what it took; tokens follow each other as fast as people read."""
     if "ttft" not in report:
@@ -105,8 +113,7 @@ def run(folder: Path, fleet: str, quick: bool) -> dict:
     }  # fmt: skip
     for seed, share in enumerate(UTILISATIONS[1:2] if quick else UTILISATIONS, 1):
         rate = 2 * share / busy
-        options = ["--total-rate", rate, "--power", 0, "--cv", CV, "--duration", 15 if quick else SECONDS]
-        paceline(folder, "trace", "make", "fleet.yaml", *options, "--seed", seed, "--out", f"{share}.csv")
+        bursty(folder, f"{share}.csv", rate, 15.0 if quick else SECONDS, seed)
         result["loads"][str(share)] = {"requests_a_second": rate, "placements": {}}
     shares = list(result["loads"])
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--trace", f"{shares[len(shares) // 2]}.csv",
