@@ -12,7 +12,7 @@ import pytest
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
-from paceline.batching.state import ADAPTIVE, BESIDE, MARGIN, PACE, WAITS, WIDE
+from paceline.batching.state import ADAPTIVE, BESIDE, MARGIN, PACE, SHARE, SHARED, WAITS, WIDE, State
 from paceline.compiled import Handle, plain
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch, StepResult, StepShape
@@ -29,7 +29,7 @@ from paceline.speculation.lookahead import Costs, Lookahead, expected
 FAST = StepTime(tuple(0.25 + n / 8 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 SLOW = StepTime(tuple(1.0 + n / 4 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)
 GOAL = GoalBudget(FAST.linear, FAST.terms, 4, 16, 64, tbt=2.0, margin=0.125)
-MODELS, LEARNT = "abcde", [PACE, WIDE, MARGIN, BESIDE, WAITS]
+MODELS = "abcde"
 SMALL = Costs(FAST.linear, 2**-6, 2**-12).scaled(2**-3)
 DRAFTS = [
     SimulatedDrafts(3, 0.75, SMALL), SimulatedDrafts(4, 0.5, SMALL, adaptive=False), SimulatedDrafts(8, 0.75), None,
@@ -158,8 +158,14 @@ def simulated(groups: list[SimulatedGroup], requests: list[Request]):
         elif event.kind == "tokens":
             for request, tokens in zip(event.detail.requests, event.detail.tokens, strict=True):
                 spans[request] += [event.time] * tokens
-    learnt = [state.scheduler.state.factors[LEARNT].tolist() for state in controller.groups]
-    return owner, spans, taken, learnt, seen | {event.kind for event in events}
+    known = [learnt(one.scheduler.state, group) for one, group in zip(controller.groups, groups, strict=True)]
+    return owner, spans, taken, known, seen | {event.kind for event in events}
+
+
+def learnt(state: State, group: SimulatedGroup) -> list[float]:
+    """Who has its device for itself does not keep count of it."""
+    shared = [SHARE, SHARED] if group.config.device is not None else []
+    return state.factors[[PACE, WIDE, MARGIN, BESIDE, WAITS, *shared]].tolist()
 
 
 def drafting(group: SimulatedGroup, batch: Batch) -> float:
@@ -194,7 +200,7 @@ def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request
 @pytest.mark.parametrize("seed", [0, 1, 15, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 6))])
 def test_it_decides_as_the_controller_does(policy, seed, monkeypatch):
     groups, requests = workload(policy, seed)
-    owner, times, taken, learnt, _ = simulated(groups, requests)
+    owner, times, taken, known, _ = simulated(groups, requests)
     states = list[Handle]()
     monkeypatch.setattr(steps, "empty_states", lambda *given: states.extend(empty_states(*given)) or states)
     goals = [[np.inf if g is None else g for g in (r.slo.ttft, r.slo.tbt)] for r in requests]
@@ -204,7 +210,7 @@ def test_it_decides_as_the_controller_does(policy, seed, monkeypatch):
         *np.array(goals).T.copy(),
     )  # fmt: skip
     served, ran = steps.run(groups, MODELS, columns)
-    assert [state.fields.factors[LEARNT].tolist() for state in states] == learnt
+    assert [learnt(state.fields, group) for state, group in zip(states, groups, strict=True)] == known
     assert served.owner.tolist() == list(owner.values())
     for index, of_one in enumerate(times.values()):
         if of_one:
