@@ -1,12 +1,11 @@
 """AlpaServe's claim on a live fleet: models in pipelines over all devices absorb bursts that one device does not.
 
-`python -m benchmarks.placement_live [--fleet mixed|alike|texts] [--quick] [--out FOLDER]`: four models on two devices
+`python -m benchmarks.placement_live [--fleet mixed|texts] [--quick] [--out FOLDER]`: four models on two devices
 (worker processes of one core each), placed in two ways: each on one device, two a device; and all of them in two stages
-on both devices. The models are of different kinds, with first tokens that take from 0.04 to 0.25 s alone (mixed) or
-much the same (alike: the smallest model has long prompts), or they are four encoders (texts). The same bursty traces go
-to both, in turns. Goals are SCALE times what an encoder's answer, or a first token, takes alone on one device, and TBT
-seconds between tokens. A request counts that was answered within its goals; refused ones do not. Beside it the
-placement that the planner chooses. For a quiet machine.
+on both devices. The models are of different kinds (mixed) or four encoders (texts). The same bursty traces go to both,
+in turns. Goals are SCALE times what an encoder's answer, or a first token, takes alone on one device, and TBT seconds
+between tokens. A request counts that was answered within its goals; refused ones do not. Beside it the placement that
+the planner chooses. For a quiet machine.
 """
 
 import json
@@ -45,11 +44,8 @@ MIXED = """
     slo: {goals[small-int8]}
     workload: {{rate: 1.0, prompt_tokens: 256, output_tokens: 8}}
 """
-ALIKE = MIXED.replace("prompt_tokens: 256, output_tokens: 16", "prompt_tokens: 1024, output_tokens: 16")
-KINDS = "minilm", "small", "coder", "small-int8"
 FLEETS = {
-    "mixed": (MIXED, KINDS),
-    "alike": (ALIKE, KINDS),
+    "mixed": (MIXED, ("minilm", "small", "coder", "small-int8")),
     "texts": (TEXTS, tuple(f"minilm-{n}" for n in range(4))),
 }
 ENCODERS = "minilm"  # names of those begin so

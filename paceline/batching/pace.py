@@ -45,9 +45,9 @@ COMPUTES = WIDTHS[-1]  # tokens of a step that computes more than it reads
 FOLLOWS, SLOWLY = 0.2, 0.05  # shares of the newest step
 LONGER, SHORTER = 0.1, 0.05  # of the newest wait: a goal for every request is not held by what the average waits
 MOST = 1.5  # that a step may be off by
+LATELY_S = 3.0  # a share of the device's time counts for about so long
 LONGEST_S = 0.02  # beside the engine; what is longer is a stall
 IDLE_S = 1.0  # without a step: nobody's turn takes so long; from then on what was learnt is forgotten,
-LATELY_S = 3.0  # a share of the device's time counts for about so long
 REST_S = 30.0  # after which a third of it is left
 UP, DOWN = 0.0099, 0.0001
 

@@ -37,7 +37,7 @@ from paceline.workload import arrivals
 from paceline.workload.trace import Trace, load
 
 REQUESTS = 10_000  # that a workload is made of, about, unless a duration is given
-STEPWISE_REQUESTS = 2000  # likewise of autoregressive models, whose steps are simulated one by one
+STEPWISE_REQUESTS = 2000  # likewise where steps are simulated one by one
 FEWEST = 50  # requests of late, below which traffic is not known
 DEFAULT_POLICY, DEFAULT_WIDTH = GroupConfig().policy, SchedulerConfig().token_budget  # as `serve` has them
 PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody measured shapes

@@ -1,7 +1,7 @@
 """A whole fleet in virtual time: a trace through a placement, one-shot models and autoregressive ones.
 
 One-shot requests go through `placement.dispatch`, autoregressive ones through the controller's rules and its batching
-scheduler, as they would live; and so do texts that share a fleet with them, several in a step as in the server. Groups
+scheduler, as they would live; and so do texts whose steps were measured, several in one as in the server. Groups
 share nothing, so each kind is simulated on its own.
 """
 

@@ -106,7 +106,7 @@ def test_a_burst_on_two_devices_has_nearly_twice_as_many_in_time_where_both_are_
 
 
 def test_a_burst_on_an_idle_device_is_admitted_as_if_nobody_shared_it():
-    """While a quarter of the time was kept wherever others had had a step in ten seconds, a third of it was refused."""
+    """While a quarter of the time was kept wherever others had a step in ten seconds, four came in time, not five."""
     burst, other = [Request(f"a{i}", 200, 1, 9.0, "a", SLO(ttft=0.5)) for i in range(24)], Request("b", 200, 1, 0, "b")
     alone = Seen([encoder("a")], burst)
     shared = Seen([encoder("a", device=0), encoder("b", device=0)], [other, *burst])
