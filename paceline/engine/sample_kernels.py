@@ -102,18 +102,23 @@ def _gumbel_bound(h: np.uint32) -> np.float32:
 
 @njit(nogil=True, cache=True)
 def _summary(bits: Ints, maxima: Ints) -> tuple[np.int32, bool]:
-    """Fills maxima [blocks] with each block's largest key; returns the largest, and whether the row has a NaN."""
-    peak, magnitude = EMPTY, np.int32(0)
+    """Fills maxima [blocks] with each block's largest key; returns the largest, and whether the row has a NaN.
+
+    Of floats the largest is the largest of their bits if it has no sign, else the least of their bits without one.
+    """
+    peak, highest, most = EMPTY, EMPTY, np.uint32(0)
     for b in range(maxima.shape[0]):
         block = bits[b * BLOCK : (b + 1) * BLOCK]
-        top = EMPTY
+        top, least = EMPTY, np.uint32(0xFFFFFFFF)
         for j in range(block.shape[0]):
             x = block[j]
-            top = max(top, _flip(x))
-            magnitude = max(magnitude, np.int32(x & SIGN))
-        maxima[b] = top
-        peak = max(peak, top)
-    return peak, magnitude > INFINITE
+            top = max(top, x)
+            least = min(least, np.uint32(x))
+            most = max(most, np.uint32(x))
+        highest = max(highest, top)
+        maxima[b] = top if top >= np.int32(0) else _flip(np.int32(least))
+        peak = max(peak, maxima[b])
+    return peak, highest > INFINITE or most > np.uint32(0xFF800000)
 
 
 @njit(nogil=True, cache=True)
@@ -185,18 +190,18 @@ def _race(
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def _exp(x: np.float32) -> np.float32:
-    """exp of a float32 x <= 0 to a few 1e-8 relative (Cephes); below -87 it stays at 1e-38."""
-    x = max(x, np.float32(-87.0))
-    n = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    r = (x - n * np.float32(0.693359375)) - n * np.float32(-2.12194440e-4)
-    y = np.float32(1.9875691500e-4)
-    y = y * r + np.float32(1.3981999507e-3)
-    y = y * r + np.float32(8.3334519073e-3)
-    y = y * r + np.float32(4.1665795894e-2)
-    y = y * r + np.float32(1.6666665459e-1)
-    y = y * r + np.float32(5.0000001201e-1)
-    y = y * r * r + r + np.float32(1.0)
-    return y * _as_float(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
+    """exp of a float32 x <= 0 to 1e-7 (1 + |x|) relative, as 2^n times a polynomial; below -87 it stays at 1e-38."""
+    x = max(x * np.float32(1.44269504), np.float32(-126.0))
+    n = np.rint(x)
+    f = x - n  # from -1/2 to 1/2, where this is the polynomial of least relative error, 2e-9
+    y = np.float32(1.5345813e-4)
+    y = y * f + np.float32(1.3399931e-3)
+    y = y * f + np.float32(9.6184891e-3)
+    y = y * f + np.float32(5.5503286e-2)
+    y = y * f + np.float32(2.4022646e-1)
+    y = y * f + np.float32(6.9314718e-1)
+    y = y * f + np.float32(1.0)
+    return _as_float(np.int32(_as_bits(y) + (np.int32(n) << np.int32(23))))
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
@@ -220,6 +225,23 @@ def _take_logs(numbers: Floats) -> None:
         y = y * m * m * m + e * np.float32(-2.12194440e-4) - np.float32(0.5) * m * m
         value = m + y + e * np.float32(0.693359375)
         numbers[j] = value if bits > np.int32(0) else np.float32(-np.inf)
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def _block_mass(block: Floats, peak: np.float32, inverse: np.float32) -> np.float32:
+    total = np.float32(0.0)
+    for j in range(block.shape[0]):
+        total += _exp((block[j] - peak) * inverse)
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _mass(row: Floats, peak: np.float32, inverse: np.float32) -> float:
+    """Sum of exp((logit - peak) * inverse)."""
+    total = 0.0
+    for start in range(0, row.shape[0], WIDE):
+        total += np.float64(_block_mass(row[start : start + WIDE], peak, inverse))
+    return total
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
@@ -506,26 +528,30 @@ def draw_rows(
         _draw_some(logits, bits, streams, positions, params, tokens, thread, threads)
 
 
+@njit(nogil=True, cache=True)
+def _part(start: int, vocab: int, floor: int, last: int) -> tuple[int, np.int32]:
+    """(stop, least): of tokens from `start` up to `stop` those stay whose key is at least this one."""
+    if start <= last:
+        return min(start + WIDE, last + 1, vocab), np.int32(floor)
+    return min(start + WIDE, vocab), np.int32(floor + 1)  # a finite logit's key is far below 2^31
+
+
 @njit(nogil=True, cache=True, fastmath=FAST)
-def _block_mass_of(
-    block: Floats, start: int, peak: np.float32, inverse: np.float32, floor: np.int32, last: np.int32
-) -> np.float32:
+def _block_mass_of(block: Floats, peak: np.float32, inverse: np.float32, least: np.int32) -> np.float32:
     mass = np.float32(0.0)
     for j in range(block.shape[0]):
-        key = _flip(_as_bits(block[j]))
-        stays = (key > floor) | ((key == floor) & (np.int32(start + j) <= last))
-        mass += _exp((block[j] - peak) * inverse) if stays else np.float32(0.0)
+        weight = _exp((block[j] - peak) * inverse)
+        mass += weight if _flip(_as_bits(block[j])) >= least else np.float32(0.0)
     return mass
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def _block_log_probs(
-    block: Floats, start: int, peak: np.float32, inverse: np.float32, shift: np.float32, floor: np.int32, last: np.int32
+    block: Floats, peak: np.float32, inverse: np.float32, shift: np.float32, least: np.int32
 ) -> None:
     for j in range(block.shape[0]):
-        key = _flip(_as_bits(block[j]))
-        stays = (key > floor) | ((key == floor) & (np.int32(start + j) <= last))
-        block[j] = (block[j] - peak) * inverse - shift if stays else np.float32(-np.inf)
+        log_p = (block[j] - peak) * inverse - shift
+        block[j] = log_p if _flip(_as_bits(block[j])) >= least else np.float32(-np.inf)
 
 
 @njit(nogil=True, cache=True)
@@ -545,13 +571,17 @@ def _describe_row(
         found[2], found[3], found[4] = 0.0, key, _nth_equal(bits, maxima, key, 1)
         return
     lowest = _flip(_as_bits(np.float32(-np.inf)))
-    floor, last = lowest, -1
+    floor, last = lowest, -1  # what is left without filters
     if top_k > 0 or min_p > 0.0 or top_p < 1.0:
         floor, last = _survivors(row, bits, maxima, scratch, key, temperature, top_p, min_p, top_k)
         floor, last = (floor, last) if floor > lowest else (lowest, -1)
-    inverse, stop, mass = np.float32(1.0 / temperature), np.int32(last), 0.0
-    for start in range(0, vocab, WIDE):
-        mass += np.float64(_block_mass_of(row[start : start + WIDE], start, peak, inverse, floor, stop))
+    inverse, mass, start = np.float32(1.0 / temperature), 0.0, 0
+    if floor == lowest:
+        mass, start = _mass(row, peak, inverse), vocab
+    while start < vocab:
+        stop, least = _part(start, vocab, floor, last)
+        mass += np.float64(_block_mass_of(row[start:stop], peak, inverse, least))
+        start = stop
     found[1], found[2], found[3], found[4] = inverse, math.log(mass), floor, last
 
 
@@ -569,10 +599,11 @@ def _some_log_probs(logits: Floats, bits: Ints, params: np.ndarray, first: int, 
         if np.isnan(shift):
             row[:] = np.nan
             continue
-        for start in range(0, vocab, WIDE):
-            _block_log_probs(
-                row[start : start + WIDE], start, peak, inverse, shift, np.int32(found[3]), np.int32(found[4])
-            )
+        floor, last, start = np.int64(found[3]), np.int64(found[4]), 0
+        while start < vocab:
+            stop, least = _part(start, vocab, floor, last)
+            _block_log_probs(row[start:stop], peak, inverse, shift, least)
+            start = stop
 
 
 @njit(nogil=True, cache=True, parallel=True)
@@ -627,15 +658,14 @@ def log_ratios(
 
 @njit(nogil=True, cache=True, fastmath=FAST)
 def _block_excess(
-    block: Floats, draft: Floats, start: int, peak: np.float32, inverse: np.float32, factor: np.float32,
-    floor: np.int32, last: np.int32, above: Floats,
+    block: Floats, draft: Floats, peak: np.float32, inverse: np.float32, factor: np.float32, least: np.int32,
+    above: Floats,
 ) -> np.float32:  # fmt: skip
     """above[j] = max(0, factor * e^((block[j] - peak) * inverse) - e^draft[j]), and their sum."""
     mass = np.float32(0.0)
     for j in range(block.shape[0]):
-        key = _flip(_as_bits(block[j]))
-        stays = (key > floor) | ((key == floor) & (np.int32(start + j) <= last))
-        target = factor * _exp((block[j] - peak) * inverse) if stays else np.float32(0.0)
+        target = factor * _exp((block[j] - peak) * inverse)
+        target = target if _flip(_as_bits(block[j])) >= least else np.float32(0.0)
         rest = max(np.float32(0.0), target - _exp(draft[j]))
         above[j] = rest
         mass += rest
@@ -646,18 +676,18 @@ def _block_excess(
 def _excess(row: Floats, found: np.ndarray, draft: Floats, weight: float, above: Floats) -> float:
     """The mass of max(0, weight * target - draft), and itself in `above`; that and `draft` are [vocab], or have a place
     for WIDE at a time."""
-    vocab, mass = row.shape[0], 0.0
+    vocab, mass, start = row.shape[0], 0.0, 0
     if np.isnan(found[2]):
         above[:] = np.nan
         return np.nan
     peak, inverse, factor = np.float32(found[0]), np.float32(found[1]), np.float32(weight * math.exp(-found[2]))
-    for start in range(0, vocab, WIDE):
-        drafted = draft[start : start + WIDE] if draft.shape[0] >= vocab else draft
-        place = above[start : start + WIDE] if above.shape[0] >= vocab else above
-        mass += np.float64(_block_excess(
-            row[start : start + WIDE], drafted, start, peak, inverse, factor, np.int32(found[3]), np.int32(found[4]),
-            place,
-        ))  # fmt: skip
+    floor, last = np.int64(found[3]), np.int64(found[4])
+    while start < vocab:
+        stop, least = _part(start, vocab, floor, last)
+        drafted = draft[start:stop] if draft.shape[0] >= vocab else draft
+        place = above[start:stop] if above.shape[0] >= vocab else above
+        mass += np.float64(_block_excess(row[start:stop], drafted, peak, inverse, factor, least, place))
+        start = stop
     return mass
 
 
@@ -737,8 +767,7 @@ def describe_rows(
             ranks[i] = 0
             continue
         value = row[tokens[i]]
-        total, _ = _masses(row, peak, np.float32(1.0), value)
-        norm = np.float64(peak) + math.log(total)
+        norm = np.float64(peak) + math.log(_mass(row, peak, np.float32(1.0)))
         chosen[i] = np.float64(value) - norm
         higher = np.int32(0)
         for j in range(vocab):

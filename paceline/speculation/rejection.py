@@ -68,18 +68,20 @@ def verify(
     log-weights [requests, vocabulary]. The noise of both must be independent of each other's and of what the drafts
     were drawn with, this time and at any earlier one.
     """
-    accept, weights = acceptance(pair, tokens, lengths, block)
+    accept, weights = acceptance(pair, tokens, lengths, block, uniforms)
     kept = count(accept, uniforms, lengths, block)
     return list(zip(kept, draw(last_log_weights(pair, weights, lengths, kept)), strict=True))
 
 
 def acceptance(
-    pair: Pair, tokens: Sequence[int], lengths: Sequence[int], block: bool
+    pair: Pair, tokens: Sequence[int], lengths: Sequence[int], block: bool, uniforms: Sequence[float] | None = None
 ) -> tuple[list[float], list[float]]:
     """Each drafted token's probability to pass [sum(K)], and the weight of each row of the target [sum(K + 1)].
 
     A row's weight is p of the tokens before it, 1 at token level: a last token there is drawn from what is left of
-    max(0, weight * target - draft).
+    max(0, weight * target - draft). In a block, a token behind which the draft goes on passes with what is left there,
+    over that and 1 - p: at most p, and 1 where p is. With `uniforms` this is looked up (a pass over the vocabulary)
+    only where it decides; elsewhere p stands for it.
     """
     accept, weights, going_on = list[float](), list[float](), list[int]()
     rows = [begin + n for begin, length in zip(_begins(lengths, 1), lengths, strict=True) for n in range(length)]
@@ -87,19 +89,26 @@ def acceptance(
     for length in lengths:
         weights.append(1.0)
         log_p = 0.0
-        for n in range(length):
+        for _ in range(length):
             ratio = next(ratios) + (log_p if block else 0.0)
             log_p = 0.0 if ratio > 0 else ratio  # NaN stays: nothing passes then
             accept.append(exp(log_p))
             weights.append(exp(log_p) if block else 1.0)
-            if block and n + 1 < length:
-                going_on.append(len(accept) - 1)
-    # p is right for the last token of each draft; behind the others the draft goes on
+        if block:
+            going_on += _open(accept, range(len(accept) - length, len(accept)), uniforms)
     p, behind = [accept[i] for i in going_on], [rows[i] + 1 for i in going_on]
     masses = pair.excess(behind, [i + 1 for i in going_on], p) if going_on else []
     for i, excess in zip(going_on, masses, strict=True):
         accept[i] = excess / (excess + (1 - accept[i])) if excess > 0 else float(accept[i] >= 1)
     return accept, weights
+
+
+def _open(p: Sequence[float], block: range, uniforms: Sequence[float] | None) -> list[int]:
+    """Where in a block it takes more than p to know what stays: nowhere before a token that p alone lets pass."""
+    if uniforms is None:
+        return list(block[:-1])
+    passed = (i for i in reversed(block) if uniforms[i] < p[i] and (i == block[-1] or p[i] >= 1))
+    return [i for i in range(next(passed, block.start - 1) + 1, block.stop - 1) if uniforms[i] < p[i]]
 
 
 def count(accept: Sequence[float], uniforms: Sequence[float], lengths: Sequence[int], block: bool) -> list[int]:

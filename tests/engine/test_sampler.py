@@ -379,6 +379,30 @@ def test_the_bound_of_the_noise_is_a_bound() -> None:
         assert sample_kernels._gumbel_bound(np.uint32(h)) + sample_kernels.SLACK / 2 > exact
 
 
+def test_a_weight_is_right_to_rounding() -> None:
+    numbers = np.concatenate([-np.geomspace(1e-8, 87, 5000), [0.0]]).astype(np.float32)
+    weights = np.array([sample_kernels._exp(x) for x in numbers], np.float64)
+    exact = np.exp(numbers.astype(np.float64))
+    assert (np.abs(weights / exact - 1) < 1e-7 * (1 - numbers)).all() and weights[-1] == 1
+    assert all(sample_kernels._exp(np.float32(x)) < 2e-38 for x in (-88, -1e30, -np.inf))
+
+
+@pytest.mark.parametrize("shift", [-9.0, 0.0, 9.0])
+def test_the_largest_of_each_block_whatever_the_signs(shift: float) -> None:
+    row = np.random.default_rng(1).standard_normal(1000).astype(np.float32) + np.float32(shift)
+    row[64:128], row[130], row[200] = -np.inf, -0.0, 0.0
+    maxima = np.empty(16, np.int32)
+    for odd in (None, np.inf, np.nan, -np.nan):
+        row[777] = row[777] if odd is None else odd
+        key, has_nan = sample_kernels._summary(row.view(np.int32), maxima)
+        peak = np.int32(sample_kernels._flip(key)).view(np.float32)
+        assert has_nan == (odd is not None and np.isnan(odd))
+        assert has_nan or peak == row.max()
+    blocks = [row[n : n + 64] for n in range(0, 1000, 64)]
+    for block, largest in zip(blocks, maxima, strict=True):
+        assert np.isnan(block).any() or np.int32(sample_kernels._flip(largest)).view(np.float32) == block.max()
+
+
 PROBABILITIES = np.array([0.3, 0.22, 0.16, 0.12, 0.09, 0.06, 0.03, 0.02])
 
 

@@ -93,6 +93,30 @@ def test_block_verification_keeps_more() -> None:
     assert kept(True, 3) > kept(False, 3) + 0.01
 
 
+class Counting(rejection.LogProbs):
+    asked = 0
+
+    def excess(self, rows: list[int], drafts: list[int], weights: list[float]) -> list[float]:
+        self.asked += len(rows)
+        return super().excess(rows, drafts, weights)
+
+
+def test_a_block_is_judged_alike_with_few_passes_over_the_vocabulary() -> None:
+    """What does not decide is not looked up: what p alone refuses or lets pass, and what comes before the latter."""
+    generator, lengths = torch.Generator().manual_seed(3), [4, 1, 0, 3, 5] * 40
+    rows = [torch.randn(sum(lengths) + n, 5, generator=generator, dtype=torch.float64) for n in (len(lengths), 0)]
+    tokens = rows[1].softmax(1).multinomial(1, generator=generator).squeeze(1).tolist()
+    uniforms = torch.rand(len(tokens), generator=generator, dtype=torch.float64).tolist()
+    pair = Counting(*(part.log_softmax(1) for part in rows))
+    args = pair, tokens, lengths, True
+    everywhere, weights = rejection.acceptance(*args)
+    kept, asked, pair.asked = rejection.count(everywhere, uniforms, lengths, True), pair.asked, 0
+    assert asked == sum(max(0, length - 1) for length in lengths) and len(set(kept)) == 6
+    accept, same_weights = rejection.acceptance(*args, uniforms)
+    assert rejection.count(accept, uniforms, lengths, True) == kept and same_weights == weights
+    assert 0 < pair.asked < 0.5 * asked
+
+
 # Mistakes. Each is what some server did; the law must show it.
 
 
