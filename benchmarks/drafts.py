@@ -28,7 +28,7 @@ from scripts.builtin_models.data import read_corpus
 
 CASES = ["builtin", "verdict"]
 TEMPERATURES, DEPTHS, ROUNDS = (0.0, 0.8, 1.0), (1, 2, 4), 2
-VOCABULARY, REQUESTS, DRAFTED = 32_768, 16, 4
+VOCABULARY, REQUESTS, DRAFTED, SCATTER = 32_768, 16, 4, 0.5
 
 
 def run(case: str) -> dict:
@@ -92,25 +92,26 @@ def builtin() -> dict:
 
 
 def verdict(shape: str = "qwen2.5-0.5b") -> dict:
-    """Logits of the rows are random; the step is that of a real model of the shape."""
+    """Logits of the rows are random, those of a draft scatter about the target's; the step is that of a real model of
+    the shape."""
     runner = ModelRunner.load(checkpoint(shape), max_batch_tokens=512, max_batch=REQUESTS, num_blocks=200)
     generator = torch.Generator().manual_seed(1)
     params = SamplingParams(max_tokens=64, max_draft_tokens=DRAFTED, seeded=False)
-    jobs = []
+    logits, jobs = 2.5 * torch.randn(REQUESTS, 1 + DRAFTED, VOCABULARY, generator=generator), []
     for i in range(REQUESTS):
         runner.step([NewSequence(i, [5 + i] * 80, 80, params)], [], [])
         job = Job(SliceWork(i, 79, 1 + DRAFTED, True, 0, [], DRAFTED), runner.sequences[i])
-        job.draft = torch.randint(VOCABULARY, (DRAFTED,), generator=generator).tolist()
-        rows = (2.5 * torch.randn(DRAFTED, VOCABULARY, generator=generator)).log_softmax(-1)
+        rows = (logits[i, :DRAFTED] + SCATTER * torch.randn(DRAFTED, VOCABULARY, generator=generator)).log_softmax(-1)
+        job.draft = rows.exp().multinomial(1, generator=generator).squeeze(1).tolist()
         job.draft_rows, job.first_row = list(rows), i * (1 + DRAFTED)
         jobs.append(job)
-    logits = 2.5 * torch.randn(REQUESTS * (1 + DRAFTED), VOCABULARY, generator=generator)
-    taken = []
+    taken, kept = [], []
     with torch.inference_mode():
         for _ in range(20):
             begin = time.perf_counter()
-            runner._verdicts(jobs, logits)
+            verdicts = runner._verdicts(jobs, logits.flatten(0, 1))
             taken.append(time.perf_counter() - begin)
+            kept += [count for count, _ in verdicts]
     steps, decodes, blocks = [], [], 6
     for _ in range(8):
         new = [NewSequence(100 + i, [7 + i] * 85, 85, SamplingParams(max_draft_tokens=0)) for i in range(REQUESTS)]
@@ -124,8 +125,8 @@ def verdict(shape: str = "qwen2.5-0.5b") -> dict:
             runner.step([], [SliceWork(100 + i, start, length, True, blocks, []) for i in range(REQUESTS)], [])
             some.append(time.perf_counter() - begin)
         runner.step([], [], [100 + i for i in range(REQUESTS)])
-    verdicts, step, decode_step = median(taken[3:]), median(steps[1:]), median(decodes[1:])
+    judging, step, decode_step = median(taken[3:]), median(steps[1:]), median(decodes[1:])
     return {"shape": shape, "vocabulary": VOCABULARY, "requests": REQUESTS, "K": DRAFTED,
-            "verdicts_ms": round(1e3 * verdicts, 2), "step_ms": round(1e3 * step, 1),
-            "share_of_step": round(verdicts / (verdicts + step), 4), "decode_ms": round(1e3 * decode_step, 1),
-            "share_of_decode": round(verdicts / decode_step, 4)}  # fmt: skip
+            "kept": round(sum(kept) / len(kept), 2), "verdicts_ms": round(1e3 * judging, 2),
+            "step_ms": round(1e3 * step, 1), "share_of_step": round(judging / (judging + step), 4),
+            "decode_ms": round(1e3 * decode_step, 1), "share_of_decode": round(judging / decode_step, 4)}  # fmt: skip
