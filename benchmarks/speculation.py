@@ -6,8 +6,9 @@ with the acceptance a, the draft's cost c and the step times T(n) measured in th
 what K = 4 gives by how tokens are drawn (its Table 1). `loads`: so many requests at
 a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). Ways of one request take turns run by
 run, those of loads every few steps, so that what the machine does in a minute happens to all of them; a ratio's error
-is the standard one of its parts. What comes in the first second does not count: a server has learnt what it can. Draft
-models are in int8, which is the default, or plain: in fp32 as their targets.
+is the standard one of its parts. Requests of a load come in waves, so parts have more or fewer prompts than belong to
+their tokens: what those take is evened out, by the profile. What comes in the first second does not count: a server
+has learnt what it can. Draft models are in int8, which is the default, or plain: in fp32 as their targets.
 """
 
 import time
@@ -95,6 +96,7 @@ class Pair:
 
         def count(batch: Batch, outputs: list[SliceOutput], forward_s: float, sample_s: float) -> None:
             counts["step_s"] += forward_s + sample_s
+            counts["prompt"] += sum(one.length for one in batch.slices[batch.num_decodes :])
             counts["all_tokens"] += sum(len(output.tokens) for output in outputs)
             if batch.num_decodes == len(outputs):
                 counts["decode_s"] += forward_s + sample_s
@@ -134,6 +136,13 @@ class Pair:
             gaps = sorted(b - a for one in outputs[name] for a, b in zip(one.times, one.times[1:], strict=False))
             parts[name][-1]["p99_gap"] = gaps[int(0.99 * len(gaps))]
         return {name: some[1:] for name, some in parts.items()}
+
+    def tokens_per_s(self, part: dict[str, float]) -> float:
+        """As if each token had come with its share of a prompt."""
+        linear = self.costs[0].linear
+        token_s = (linear[256] - linear[128]) / 128
+        more = part["prompt"] - part["all_tokens"] * PROMPT / self.output
+        return part["all_tokens"] / (part["step_s"] - token_s * more)
 
     def accepted_share(self, requests: int = 4) -> float:
         """The probability that a drafted token stays, if those before it did."""
@@ -217,7 +226,7 @@ def loads(both: Pair, acceptance: float) -> list[dict]:
     reached, points = both.dialled_to(acceptance), []
     for load in both.loads:
         parts = both.side_by_side(load)
-        rates = {name: [one["all_tokens"] / one["step_s"] for one in some] for name, some in parts.items()}
+        rates = {name: [both.tokens_per_s(one) for one in some] for name, some in parts.items()}
         over = {name: [a / b for a, b in zip(rates["adaptive"], some, strict=True)] for name, some in rates.items()}
         fixed = min((f"K={k}" for k in FIXED), key=lambda name: median(over[name]))
         mine = {key: sum(one[key] for one in parts["adaptive"]) for key in parts["adaptive"][0]}
