@@ -32,7 +32,7 @@ from paceline.speculation.lookahead import Costs, Lookahead
 
 PROMPT = 64
 PLANS = {  # draft layers, output tokens, rounds of one request, seconds of each way of a load, loads
-    "small": (1, 96, 8, 8.0, (1, 2, 4, 8, 16, 32)),
+    "small": (1, 96, 8, 10.0, (1, 2, 4, 8, 16, 32)),
     "qwen2.5-0.5b": (1, 96, 3, 12.0, (1, 4, 16)),
     "llama-3.2-1b": (1, 64, 3, 0.0, ()),
     "small-plain-draft": (1, 96, 3, 8.0, (1, 4, 8, 16)),

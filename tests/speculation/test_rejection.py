@@ -204,7 +204,7 @@ def test_one_uniform_for_all_shows_only_behind_the_first_token() -> None:
 # Noise: `verify` itself, by statistics
 
 
-def emitted(block: bool, mistake: str = "", samples: int = 200_000) -> float:
+def emitted(block: bool, mistake: str = "", samples: int = 60_000) -> float:
     """Chi-square over its degrees of freedom, of the first two tokens of `samples` verifications of two drafts."""
     target, draft = models(4)
     generator = torch.Generator().manual_seed(11)
