@@ -352,7 +352,7 @@ class Scheduler:
         self._sequences[slot], self._ids[slot] = sequence, request.id
         self._know(sequence, request.prefix)
         if self.lookahead:
-            self.lookahead.forget(slot)
+            self.lookahead.forget(slot, request.kind)
         return sequence
 
     def take_over(self, other: Sequence, source: "Scheduler") -> Sequence:

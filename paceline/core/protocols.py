@@ -37,8 +37,8 @@ class Lookahead(Protocol):
         seconds."""
         ...
 
-    def forget(self, slot: int) -> None:
-        """Another sequence has the slot now."""
+    def forget(self, slot: int, kind: int = 0) -> None:
+        """Another sequence has the slot now, of this kind (`SamplingParams.kind`)."""
         ...
 
 

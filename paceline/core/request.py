@@ -1,5 +1,6 @@
 """Requests as the policies see them: numbers, never text, token ids or tensors."""
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ class SLO:
 
 NO_SLO = SLO()
 MAX_DRAFT_TOKENS = 16  # a step, of a sequence
+WARMER = 1e-5, 0.6, 1.1  # temperatures from which on the target is taken to agree less with drafts; below all is greedy
+NUM_KINDS = len(WARMER) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,11 @@ class SamplingParams:
     max_draft_tokens: int | None = None  # the most to draft in a step; None: as the model is served
     json_schema: str = ""  # that the output is held to, as text; empty: none
 
+    @property
+    def kind(self) -> int:
+        """Of sequences whose drafts are believed to be accepted alike until more is known: by temperature."""
+        return bisect_right(WARMER, self.temperature)
+
     def stops(self, eos_ids: Iterable[int]) -> frozenset[int]:
         """Token ids that end the output, with those of the model."""
         return frozenset(self.stop_token_ids) | frozenset(() if self.ignore_eos else eos_ids)
@@ -66,6 +74,7 @@ class Request:
     slo: SLO = NO_SLO
     prefix: tuple[int, ...] = ()  # chained hash of every full block of the prompt; empty: not to be cached
     max_draft_tokens: int = 0  # the most to draft in a step
+    kind: int = 0  # `SamplingParams.kind`
 
 
 # Columns of a group's table of sequences, in tokens unless said otherwise

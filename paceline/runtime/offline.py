@@ -90,8 +90,11 @@ class Offline:
             hasher = BlockHasher("", self._block_size)
             seq = RunningSequence(str(index), index, tokens, params[index], sink, self.eos_ids, hasher)
             self._running[seq.id] = seq
-            most, draft = params[index].max_tokens, params[index].max_draft_tokens or 0
-            request = Request(seq.id, len(tokens), most, arrival, prefix=seq.prefix, max_draft_tokens=draft)
+            own = params[index]
+            request = Request(
+                seq.id, len(tokens), own.max_tokens, arrival, prefix=seq.prefix,
+                max_draft_tokens=own.max_draft_tokens or 0, kind=own.kind,
+            )  # fmt: skip
             future.append(Submit(request))
         self._begin = time.perf_counter()
         inputs: list[Input] = []

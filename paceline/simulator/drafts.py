@@ -30,7 +30,7 @@ from paceline.batching.state import (
     State,
 )
 from paceline.compiled import making, part
-from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, TAG
+from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_KINDS, TAG
 from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe
 from paceline.speculation.times import WIDTHS
@@ -57,7 +57,8 @@ class Drafts(NamedTuple):
     ends: Ints  # [2 groups + 1] where those of each end, target and draft model in turn
     more: Floats  # [2 groups, 2]: seconds for a token, and for a token that it reads
     counts: NDArray[np.float64]  # [groups, slots, 2, MAX_DRAFT_TOKENS]
-    group: NDArray[np.float64]  # [groups, 2, MAX_DRAFT_TOKENS]
+    group: NDArray[np.float64]  # [groups, NUM_KINDS, 2, MAX_DRAFT_TOKENS]
+    kinds: Ints  # [groups, slots]
     unread: Ints  # [groups, slots] tokens that the draft model has not read
     idle: Ints  # [groups] steps in a row in which nobody drafted
     thresholds: Floats
@@ -79,8 +80,8 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.cumsum([0, *(len(one.linear) for one in costs)]),
         np.array([(one.token, one.context) for one in costs], np.float64).reshape(-1, 2),
         np.zeros((len(drafts), slots * any(some), 2, MAX_DRAFT_TOKENS)),
-        np.zeros((len(drafts), 2, MAX_DRAFT_TOKENS)),
-        np.zeros((len(drafts), slots * any(some)), np.int64),
+        np.zeros((len(drafts), NUM_KINDS, 2, MAX_DRAFT_TOKENS)),
+        *np.zeros((2, len(drafts), slots * any(some)), np.int64),
         np.zeros(len(drafts), np.int64),
         THRESHOLDS,
         np.ones(WIDTHS),
@@ -114,7 +115,7 @@ def draft(d: Drafts, g: int, s: State) -> None:
         own, budget = d.ends[2 * g], s.limits[TOKEN_BUDGET]
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
         s.factors[SPENT], _ = choose(
-            s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.unread[g],
+            s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.kinds[g], d.unread[g],
             pending(s, budget, False), budget, goal_of_step(s), 0.0, d.linear[own:middle], d.more[2 * g, 0],
             d.more[2 * g, 1], d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying,
             d.drafting, d.thresholds, s.chosen,
@@ -156,5 +157,5 @@ def judge(d: Drafts, g: int, s: State, at: int) -> None:
     if some:
         observe(
             step[SLOT, :count], step[LENGTH, :count] - step[DRAFT, :count], step[DRAFT, :count].astype(np.uint8),
-            emits[:count], d.counts[g], d.group[g], d.unread[g], d.idle[g : g + 1],
+            emits[:count], d.counts[g], d.group[g], d.kinds[g], d.unread[g], d.idle[g : g + 1],
         )  # fmt: skip

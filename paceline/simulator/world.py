@@ -158,8 +158,8 @@ _KINDS = {
         interference=FLOATS_2D,
     ),
     "drafts": Pointer(
-        Drafts, acceptance=FLOATS, linear=FLOATS, more=FLOATS_2D, counts=array_of(F64, 4), group=array_of(F64, 3),
-        unread=INTS_2D, thresholds=FLOATS, verifying=FLOATS, drafting=FLOATS,
+        Drafts, acceptance=FLOATS, linear=FLOATS, more=FLOATS_2D, counts=array_of(F64, 4), group=array_of(F64, 4),
+        kinds=INTS_2D, unread=INTS_2D, thresholds=FLOATS, verifying=FLOATS, drafting=FLOATS,
     ),
     "lenders": Pointer(Lenders, sizes=INTS_2D),
     "there": Pointer(

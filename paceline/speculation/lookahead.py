@@ -7,8 +7,8 @@ step better. Tokens of prompts count as those of outputs do: where a prompt woul
 the place of certain progress, so under load nobody drafts, and without load as many as pay. Chen et al. (2023) fix K;
 SmartSpec (Liu et al., 2024) has one K for all requests.
 
-Acceptance is learnt per sequence and place in the draft: decaying counts, over those of the whole group, which decay
-slower, over what is believed of the place before. What is not tried is forgotten, too, and so is tried again now and
+Acceptance is learnt per sequence and place in the draft: decaying counts, over those of all sequences of its kind in
+the group (about the same temperature), which decay slower, over what is believed of the place before. What is not tried is forgotten, too, and so is tried again now and
 then. Times come from profiles of both models, and by how much real steps differ from them is learnt as well (`times`):
 drafting and verifying take more than two models alone (each finds the caches full of the other's weights, and there are
 verdicts to be made), and without that a draft that seems worth it makes things slower. It is learnt from steps with
@@ -38,6 +38,7 @@ from paceline.core.request import (
     KNOWN,
     LIMIT,
     MAX_DRAFT_TOKENS,
+    NUM_KINDS,
     PROMPT,
     UNPAID,
 )
@@ -47,9 +48,10 @@ from paceline.speculation.times import Times, width_of
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
 _ROW = types.Array(_I64, 1, "A")
+_COUNTS = _F64[:, :, ::1]
 _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
 GUESS = 0.95  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
-WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of the group, in tries
+WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of its kind, in tries
 TRIES, FIRST, SAVES = 0.002, 5.0, 10.0  # share of the time for tries; to begin with, and at most, in steps
 ANSWER = 64  # tokens that a sequence is expected to yield in any case
 KEEPS, IDLE_KEEPS = 0.97, 0.93  # of a sequence's counts: with every try, and with every step without one
@@ -84,16 +86,17 @@ class Lookahead:
         self.times = Times()
         self.spare = 0.0  # seconds that tries may cost
         self._begun = False
-        self.group = np.zeros((2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
+        self.group = np.zeros((NUM_KINDS, 2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
         self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
+        self.kinds = np.zeros(0, np.int64)  # by slot
         self.unread = np.zeros(0, np.int64)  # by slot: known tokens that a draft model has not read
         self.idle = np.zeros(1, np.int64)  # steps in a row in which nobody drafted
         self._chosen = np.zeros(0, np.int64)
 
-    def forget(self, slot: int) -> None:
-        """Another sequence has the slot now."""
-        if slot < len(self.counts):
-            self.counts[slot], self.unread[slot] = 0.0, 0
+    def forget(self, slot: int, kind: int = 0) -> None:
+        """Another sequence has the slot now, of this kind."""
+        self._grow(slot + 1)
+        self.counts[slot], self.unread[slot], self.kinds[slot] = 0.0, 0, kind
 
     def choose(
         self, numbers: Ints, drafts: Ints, running: Ints, pending: int, budget: int, goal: float = math.inf
@@ -107,8 +110,8 @@ class Lookahead:
         self._grow(len(numbers))
         pace = self.times.pace
         seconds, cost = choose(
-            numbers, drafts, running, self.counts, self.group, self.unread, pending, budget, goal / pace,
-            self.spare / pace, *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
+            numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget,
+            goal / pace, self.spare / pace, *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
             self._chosen,
         )  # fmt: skip
         self.spare -= cost * pace
@@ -118,7 +121,7 @@ class Lookahead:
         """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many and
         yielded so many in all."""
         self._grow(1 + int(slots.max(initial=-1)))
-        observe(slots, known, drafted, emitted, self.counts, self.group, self.unread, self.idle)
+        observe(slots, known, drafted, emitted, self.counts, self.group, self.kinds, self.unread, self.idle)
 
     def verification(self, seconds: float, tokens: int) -> float:
         """Of a step of so many tokens with drafts, without drafting: what it should take where the profile says so many
@@ -129,7 +132,7 @@ class Lookahead:
         if (more := slots - len(self.counts)) > 0:
             self.counts = np.concatenate([self.counts, np.zeros((more, *self.counts.shape[1:]))])
             self._chosen = np.zeros(slots, np.int64)
-            self.unread = np.concatenate([self.unread, np.zeros(more, np.int64)])
+            self.unread, self.kinds = (np.append(one, np.zeros(more, np.int64)) for one in (self.unread, self.kinds))
 
     def observe_times(
         self, slots: Ints, drafted: NDArray[np.uint8], read: int, seconds: float, draft_seconds: float
@@ -168,8 +171,8 @@ def _reading(linear, tokens, more):  # type: ignore[no-untyped-def]
     return max(0.0, _seconds(linear, 0.0, 0.0, tokens + more, 0) - _seconds(linear, 0.0, 0.0, tokens, 0))
 
 
-@njit(types.Tuple((_F64[:, ::1], _I64, _I64))(_I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1]), cache=True)
-def _survivals(numbers, drafts, running, counts, group):  # type: ignore[no-untyped-def]
+@njit(types.Tuple((_F64[:, ::1], _I64, _I64))(_I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS), cache=True)
+def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[no-untyped-def]
     """[running, MAX_DRAFT_TOKENS]: what each place of each draft survives with; decodes that are ready, and what they
     read."""
     survival = np.zeros((running.shape[0], MAX_DRAFT_TOKENS))
@@ -181,9 +184,9 @@ def _survivals(numbers, drafts, running, counts, group):  # type: ignore[no-unty
             continue
         decodes += 1
         read += row[COMPUTED]
-        alive, believed = 1.0, GUESS
+        alive, believed, kind = 1.0, GUESS, group[kinds[slot]]
         for j in range(max(0, min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1))):
-            believed = (group[0, j] + GROUP_WEIGHT * believed) / (group[1, j] + GROUP_WEIGHT)
+            believed = (kind[0, j] + GROUP_WEIGHT * believed) / (kind[1, j] + GROUP_WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
             survival[i, j] = alive
     return survival, decodes, read
@@ -277,16 +280,16 @@ def _best(  # type: ignore[no-untyped-def]
 
 @njit(
     types.UniTuple(_F64, 2)(
-        _I64[:, ::1], _INTS, _INTS, _F64[:, :, ::1], _F64[:, ::1], _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
+        _I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
         _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _FLOATS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
 def choose(  # type: ignore[no-untyped-def]
-    numbers, drafts, running, counts, group, unread, pending, budget, goal, spare, linear, token, context, draft_linear,
-    draft_token, draft_context, verifying, slower, thresholds, chosen,
+    numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, linear, token, context,
+    draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen,
 ):  # fmt: skip
-    survival, decodes, read = _survivals(numbers, drafts, running, counts, group)
+    survival, decodes, read = _survivals(numbers, drafts, running, counts, group, kinds)
     # within a goal nobody drafts whose draft model cannot catch up in time
     plain_s, caught_up = _seconds(linear, token, context, decodes, read), 0
     for i in range(running.shape[0]):
@@ -360,8 +363,8 @@ def expected(  # type: ignore[no-untyped-def]
     return first, further, _seconds(linear, token, context, width, read + again * AGAIN / 100)
 
 
-@njit(types.void(_ROW, _ROW, _BYTES, _BYTES, _F64[:, :, ::1], _F64[:, ::1], _INTS, _ROW), cache=True)
-def observe(slots, known, drafted, emitted, counts, group, unread, idle):  # type: ignore[no-untyped-def]
+@njit(types.void(_ROW, _ROW, _BYTES, _BYTES, _COUNTS, _COUNTS, _INTS, _INTS, _ROW), cache=True)
+def observe(slots, known, drafted, emitted, counts, group, kinds, unread, idle):  # type: ignore[no-untyped-def]
     group *= GROUP_KEEPS
     idle[0] = 0 if drafted.any() else idle[0] + 1
     for i in range(slots.shape[0]):
@@ -380,5 +383,5 @@ def observe(slots, known, drafted, emitted, counts, group, unread, idle):  # typ
             kept = j + 1 < emitted[i]
             counts[slot, 0, j] += kept
             counts[slot, 1, j] += 1
-            group[0, j] += kept
-            group[1, j] += 1
+            group[kinds[slot], 0, j] += kept
+            group[kinds[slot], 1, j] += 1

@@ -313,6 +313,19 @@ def test_drafts_keep_steps_within_the_goals_of_those_that_decode():
     assert drafted(0.11) == {0}
 
 
+def test_drafts_are_as_believed_of_their_requests_kind():
+    """Requests of kind 1 have shown that their drafts stay, those of kind 2 that they do not."""
+    lookahead = Lookahead(Costs([0.1 + 0.01 * n for n in range(100)]), Costs([0.0] + [0.01] * 100))
+    lookahead.group[1:3, 1], lookahead.group[1, 0] = 100.0, 90.0
+    controller = Controller([GroupConfig(scheduler=SchedulerConfig(), lookahead=lambda: lookahead)])
+    requests = [Request(str(kind), 4, 12, max_draft_tokens=4, kind=kind) for kind in (1, 2)]
+    outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: 0)
+    trace = simulate(controller, requests, lambda batch: 0.1, outputs)
+    first = next(e.detail for e in trace if e.kind == "started" and e.detail.num_decodes == 2)
+    drafted = {one.sequence.id: one.num_draft for one in first.slices}
+    assert drafted["1"] > 0 == drafted["2"]
+
+
 def test_memory_is_planned_for_what_a_policy_composes():
     limits = SchedulerConfig(token_budget=100, max_batch=300, max_num_batched_tokens=5000)
     widest = {name: POLICIES[name].widest(limits) for name in POLICIES}

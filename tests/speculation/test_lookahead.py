@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.core.batch import FOLLOWED, FOLLOWED_OF, StepShape
-from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
+from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT, SamplingParams
 from paceline.speculation.lookahead import Costs, Lookahead, expected
 
 FLAT = Costs([1.0] * 600)
@@ -371,6 +371,26 @@ def test_a_new_sequence_does_not_inherit_its_slots_past():
     lookahead.forget(0)
     new, other = chosen(lookahead, 2)
     assert bad < new <= other and bad < good
+
+
+def test_a_new_sequence_is_believed_to_be_like_others_of_its_kind():
+    """Greedy ones and those at temperature 1 agree with drafts to different degrees."""
+    assert [SamplingParams(temperature=t).kind for t in (0.0, 0.3, 0.8, 1.0, 1.5)] == [0, 1, 2, 2, 3]
+    greedy, warm = (SamplingParams(temperature=t).kind for t in (0.0, 1.0))
+    lookahead = Lookahead(rising(1.0, 0.15), Costs([0.1] * 600))
+    _, _, slots = sequences(2)
+    for kinds in ((greedy, warm), (warm, greedy)):
+        for slot, kind in zip(slots, kinds, strict=True):
+            lookahead.forget(slot, kind)
+        new = chosen(lookahead, 2)
+        emitted = np.array([5 if kind == greedy else 1 for kind in kinds], np.uint8)
+        for _ in range(30):
+            decoded(lookahead, slots, np.array([4, 4], np.uint8), emitted)
+    assert new[0] < new[1], "as the kind of each has shown, whatever its slot"
+    for kind in (greedy, warm):
+        for slot in slots:
+            lookahead.forget(slot, kind)
+        assert len(set(chosen(lookahead, 2))) == 1
 
 
 def test_seconds_are_those_of_the_draft_models_passes():
