@@ -8,15 +8,15 @@ the place of certain progress, so under load nobody drafts, and without load as 
 SmartSpec (Liu et al., 2024) has one K for all requests.
 
 Acceptance is learnt per sequence and place in the draft: decaying counts, over those of all sequences of its kind in
-the group (about the same temperature), which decay slower, over what is believed of the place before. What is not tried is forgotten, too, and so is tried again now and
-then. Times come from profiles of both models, and by how much real steps differ from them is learnt as well (`times`):
-drafting and verifying take more than two models alone (each finds the caches full of the other's weights, and there are
-verdicts to be made), and without that a draft that seems worth it makes things slower. It is learnt from steps with
-drafts next to steps without any. So what seems slower of both is tried, too, as often as a small share of the time
-pays for it: the closer they are the more often. A draft model that has not drafted has to catch up first. That is an
-investment: it counts by the share that this step's tokens have in those that are to come, in full in what a try costs
-and in the seconds within a goal. Prompts it follows while somebody drafts, and else seldom (`follows`). Drafts that
-are kept whole leave their last token to be read in the next step.
+the group (about the same temperature), which decay slower, over what is believed of the place before. What is not tried
+is forgotten, too, and so is tried again now and then. Times come from profiles of both models, and by how much real
+steps differ from them is learnt as well (`times`): drafting and verifying take more than two models alone (each finds
+the caches full of the other's weights, and there are verdicts to be made), and without that a draft that seems worth it
+makes things slower. It is learnt from steps with drafts next to steps without any. So what seems slower of both is
+tried, too, as often as a small share of the time pays for it: the closer they are the more often. A draft model that
+has not drafted has to catch up first. That is an investment: it counts by the share that this step's tokens have in
+those that are to come, in full in what a try costs and in the seconds within a goal. Prompts it follows while somebody
+drafts, and else seldom (`follows`). Drafts that are kept whole leave their last token to be read in the next step.
 """
 
 import math
@@ -110,8 +110,8 @@ class Lookahead:
         self._grow(len(numbers))
         pace = self.times.pace
         seconds, cost = choose(
-            numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget,
-            goal / pace, self.spare / pace, *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
+            numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget, goal / pace,
+            self.spare / pace, *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
             self._chosen,
         )  # fmt: skip
         self.spare -= cost * pace
