@@ -73,15 +73,17 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         for one in (Costs.of(time), own and own.costs or Costs([0.0]))
     ]  # fmt: skip
     some = [own.most if own else 0 for own in drafts]
+    by_slot = len(drafts), slots * any(some)
     return Drafts(
         np.array(some, np.int64),
         np.array([own.acceptance if own else 0.0 for own in drafts], np.float64),
         np.array([seconds for one in costs for seconds in one.linear], np.float64),
         np.cumsum([0, *(len(one.linear) for one in costs)]),
         np.array([(one.token, one.context) for one in costs], np.float64).reshape(-1, 2),
-        np.zeros((len(drafts), slots * any(some), 2, MAX_DRAFT_TOKENS)),
+        np.zeros((*by_slot, 2, MAX_DRAFT_TOKENS)),
         np.zeros((len(drafts), NUM_KINDS, 2, MAX_DRAFT_TOKENS)),
-        *np.zeros((2, len(drafts), slots * any(some)), np.int64),
+        np.zeros(by_slot, np.int64),
+        np.zeros(by_slot, np.int64),
         np.zeros(len(drafts), np.int64),
         THRESHOLDS,
         np.ones(WIDTHS),
