@@ -250,6 +250,11 @@ def test_noise_that_is_shared_shows(mistake: str) -> None:
     assert emitted(False, mistake) > 10
 
 
+def test_a_block_that_p_alone_decides_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rejection, "_open", lambda p, block, uniforms: [])
+    assert emitted(True) > 10
+
+
 def test_without_a_draft_the_token_is_the_targets() -> None:
     target = torch.tensor([[0.2, 0.5, 0.3], [0.9, 0.05, 0.05]]).log()
     pair = rejection.LogProbs(target, torch.empty(0, 3))
