@@ -298,8 +298,9 @@ class LocalFleet:
         if params.max_draft_tokens is not None:
             draft = min(draft, params.max_draft_tokens)
         prefix = () if group.config.one_shot else seq.prefix
-        numbers = len(tokens), params.max_tokens, time.monotonic()
-        request = Request(seq.id, *numbers, model, slo, prefix, draft, params.kind)
+        request = Request(
+            seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, prefix, draft, params.kind
+        )
         self.sequences[seq.id] = seq
         self.driver.post(Submit(request, admitted))
         refusal = next((e for e in self.driver.flush() if e.kind == "rejected" and e.request == seq.id), None)

@@ -129,9 +129,10 @@ class Lookahead:
         return seconds * self.times.pace * float(self.times.verifying[width_of(tokens)])
 
     def _grow(self, slots: int) -> None:
-        if (more := slots - len(self.counts)) > 0:
+        if slots > (now := len(self.counts)):
+            more = max(slots, 2 * now) - now
             self.counts = np.concatenate([self.counts, np.zeros((more, *self.counts.shape[1:]))])
-            self._chosen = np.zeros(slots, np.int64)
+            self._chosen = np.zeros(now + more, np.int64)
             self.unread, self.kinds = (np.append(one, np.zeros(more, np.int64)) for one in (self.unread, self.kinds))
 
     def observe_times(

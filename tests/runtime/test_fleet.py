@@ -115,6 +115,15 @@ async def test_many_sequences_under_memory_pressure_get_the_right_tokens():
         check_empty(running)
 
 
+async def test_the_controller_knows_of_what_kind_a_request_is():
+    async with fleet() as running:
+        for temperature in (0.0, 1.0):
+            params, sink = SamplingParams(max_tokens=4, temperature=temperature), Collector()
+            id = running.submit("toy", [1, 2], params, sink)
+            assert running.driver.controller.sequences[id][1].request.kind == params.kind
+            await sink.done.wait()
+
+
 async def test_one_shot_models_get_whole_prompts_and_keep_no_prefixes():
     steps = []
     one_shot = replace(worker(num_blocks=64), models=(ServedModel("toy", one_shot=True),))

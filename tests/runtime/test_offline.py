@@ -63,6 +63,14 @@ def test_jobs_take_turns_step_by_step_and_who_stops_leaves_nothing_in_the_engine
     assert [o.tokens for o in outputs[1]] == [expected(p, 6)[:3] for p in prompts]
 
 
+def test_the_controller_knows_of_what_kind_a_request_is():
+    params, job = [SamplingParams(max_tokens=4, temperature=one) for one in (0.0, 1.0)], offline()
+    flow = job.steps([[1], [2]], params, [Output(), Output()], [0.0, 0.0])
+    next(flow)
+    assert [one.request.kind for _, one in job.controller.sequences.values()] == [one.kind for one in params]
+    flow.close()
+
+
 def test_one_bad_sequence_fails_alone():
     outputs = offline().generate([[1], [POISON], [2]], [SamplingParams(max_tokens=4)] * 3)
     assert outputs[1].error == "poisoned" and not outputs[1].tokens
