@@ -17,6 +17,9 @@ tried, too, as often as a small share of the time pays for it: the closer they a
 has not drafted has to catch up first. That is an investment: it counts by the share that this step's tokens have in
 those that are to come, in full in what a try costs and in the seconds within a goal. Prompts it follows while somebody
 drafts, and else seldom (`follows`). Drafts that are kept whole leave their last token to be read in the next step.
+
+No draft is longer than what its sequence has yielded and one more: a first token is not followed by a long step, and
+drafts that are no good show while they are short.
 """
 
 import math
@@ -186,7 +189,8 @@ def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[
         decodes += 1
         read += row[COMPUTED]
         alive, believed, kind = 1.0, GUESS, group[kinds[slot]]
-        for j in range(max(0, min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1))):
+        most = min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1, 1 + row[KNOWN] - row[ASKED])
+        for j in range(max(0, most)):
             believed = (kind[0, j] + GROUP_WEIGHT * believed) / (kind[1, j] + GROUP_WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
             survival[i, j] = alive

@@ -54,7 +54,7 @@ CHOOSING, FIXED = partial(Lookahead, FLAT, FREE), None
 @pytest.mark.parametrize("lookahead", [CHOOSING, FIXED])
 def test_a_last_token_is_nobodys_draft(lookahead):
     found, drafted = reasons([request("a", tokens=6), request("b", tokens=2)], lookahead)
-    assert drafted and found == [set(), {AT_END}]
+    assert drafted and found[:2] == [set(), {AT_END}] and not any(found[2:])
 
 
 def test_drafts_that_do_not_pay():

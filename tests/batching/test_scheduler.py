@@ -293,7 +293,8 @@ def test_drafts_stop_for_prompts_that_the_step_takes_and_for_no_others():
         trace = simulate(controller, requests, lambda batch: 1, outputs)
         batches = [e.detail for e in trace if e.kind == "started"]
         asked = [s.num_draft for batch in batches for s in batch.slices if s.sequence.id == "a" and s.decode]
-        assert set(asked[:8]) == drafted
+        assert set(asked[2:8]) == drafted
+        assert places == 2 or asked[:3] == [2, 4, 4], "a draft is no longer than what came before it, and one"
 
 
 def test_drafts_keep_steps_within_the_goals_of_those_that_decode():
@@ -306,7 +307,7 @@ def test_drafts_keep_steps_within_the_goals_of_those_that_decode():
         outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: drafted)
         trace = simulate(controller, requests, lambda batch: 0.1, outputs)
         batches = [e.detail for e in trace if e.kind == "started"]
-        return {s.num_draft for batch in batches[:9] for s in batch.slices if s.decode}
+        return {s.num_draft for batch in batches[3:9] for s in batch.slices if s.decode}
 
     assert drafted(None) == drafted(0.2) == drafted(0.09) == {4}, "the last goal is missed without drafts, too"
     assert drafted(0.15) == drafted(None, 0.15) == {2}
