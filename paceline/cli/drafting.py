@@ -25,6 +25,7 @@ class Drafting:
     max_draft_tokens: int = 0  # 0: nobody drafts
     adaptive: bool = True  # as many as pay, instead of always the most
     quantization: str | None = None  # of a draft model
+    smooth: bool = False  # streams get what a step yields one by one
 
     @staticmethod
     def of(speculation: Speculation, device: str = "cpu") -> "Drafting":
@@ -39,7 +40,7 @@ class Drafting:
             return Drafting()
         default = "int8" if drafter.kind == "model" and device == "cpu" else None
         quantization = speculation.quantization or default
-        return Drafting(drafter, layers, most, speculation.adaptive, quantization)
+        return Drafting(drafter, layers, most, speculation.adaptive, quantization, speculation.smooth)
 
     def quantized(self, target: str) -> str:
         """How what drafts for a target that is quantized so is quantized itself: early exit as its target."""

@@ -249,7 +249,9 @@ def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedMod
         status = statuses[model.name]
         context, vocabulary = (status.info.context, status.info.vocab_size) if status.info else (0, None)
         size = model.encoder.hidden if model.encoder else None
-        served[model.name] = ServedModel(model.name, model.tokenizer, context, int(time.time()), vocabulary, size)
+        served[model.name] = ServedModel(
+            model.name, model.tokenizer, context, int(time.time()), vocabulary, size, model.drafting.smooth
+        )
     return served
 
 

@@ -2,11 +2,12 @@
 
 A `Generation` has one `Choice` per answer. Each choice is a sink: the fleet pushes tokens into it, and it keeps the
 text and log-probabilities that are ready to be sent until the writer takes them. Streaming and non-streaming answers
-take the same pieces, so they cannot differ.
+take the same pieces, so they cannot differ; a stream may get them later, evenly (`playout`).
 """
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -16,8 +17,10 @@ from paceline.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
 from paceline.runtime.api import Fleet, Rejected
 from paceline.server.errors import ApiError, engine_error, from_rejection, model_not_found
 from paceline.server.metrics import Metrics
+from paceline.server.playout import Playout
 
 LOGGER = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -50,6 +53,7 @@ class Job:
     options: TextOptions
     namespace: str = ""
     slo: SLO = NO_SLO
+    smooth: bool = False  # a stream whose tokens go out evenly (`playout`)
 
 
 class Entry(NamedTuple):
@@ -88,11 +92,14 @@ class Choice:
         self._owner = owner
         self._detokenizer = Detokenizer(job.tokenizer, prompt.tokens, options.skip_special_tokens)
         self._stops = StopStrings(options.stops, include=True) if options.stops else None
-        self._one_by_one = self._stops is not None or job.params.logprobs is not None
+        self._one_by_one = self._stops is not None or job.params.logprobs is not None or job.smooth
         self._ready = False  # the writer has been told
-        self._text: list[str] = []
+        self._end: str | None = None  # finish reason that is still to be sent
+        self._playout = Playout() if job.smooth else None
+        self._later: asyncio.TimerHandle | None = None  # tells the writer
+        self._text: deque[str] = deque()  # that may be sent: without what may become a stop string
         self._length = 0  # characters detokenised, the echoed prompt among them
-        self._released = 0  # characters that may be sent: without what may become a stop string
+        self._taken = 0  # characters
         self._echoed: list[Entry] = []  # of the prompt
         self._entries: list[Entry] = []  # of generated tokens
         self._cut = False  # the text ends before its tokens do
@@ -114,7 +121,7 @@ class Choice:
     def _push(self, output: SliceOutput, finish: str | None) -> bool:
         self.prompt_logprobs += output.prompt_logprobs
         self.drafted += output.num_draft
-        tokens, before = output.tokens, self.completion_tokens
+        tokens, before, parts = output.tokens, self.completion_tokens, len(self._text)
         if not tokens and finish is None:
             return False
         if not self.started:
@@ -132,12 +139,39 @@ class Choice:
                 self._text.append(text)
         self.accepted += min(output.num_accepted, self.completion_tokens - before)  # a stop string may have cut the run
         if finish is not None:
-            self.finish_reason = finish
+            self.finish_reason = self._end = finish
             self._owner.ended(self)
-        if not self._ready and (finish is not None or self._text):
-            self._ready = True
-            self._owner.has_output(self)
+        if self._playout:
+            held = len(self._text)
+            self._playout.come(asyncio.get_running_loop().time(), held - parts, held)
+        self.announce()
         return finish is not None
+
+    @property
+    def _smooth(self) -> Playout | None:
+        """While there is more to come."""
+        return None if self.finish_reason or self._owner.failed else self._playout
+
+    def announce(self) -> None:
+        """Tells the writer as soon as something may go."""
+        self.stop_waiting()
+        if self._ready or not (self._text or self._end):
+            return
+        if playout := self._smooth:
+            loop, (when, _) = asyncio.get_running_loop(), playout.due(len(self._text))
+            if when > loop.time():
+                self._later = loop.call_at(when, self._tell)
+                return
+        self._tell()
+
+    def _tell(self) -> None:
+        self._ready = True
+        self._owner.has_output(self)
+
+    def stop_waiting(self) -> None:
+        if self._later:
+            self._later.cancel()
+            self._later = None
 
     def fail(self, reason: str) -> None:
         """The engine lost this sequence: the whole request is over."""
@@ -148,17 +182,22 @@ class Choice:
 
     def take(self) -> Piece:
         """What is ready to be sent, once."""
-        self._ready = False
-        text = "".join(self._text)
-        self._text.clear()
+        parts, end = len(self._text), self._end
+        self._ready, self._end = False, None
+        if playout := self._smooth:
+            _, parts = playout.due(parts)
+            playout.sent()
+        text = "".join(self._text.popleft() for _ in range(parts))
+        self._taken += len(text)
+        self.announce()
         entries, self._echoed = self._echoed, []
         if self._entries:
             keep = len(self._entries)
-            if self.finish_reason is None or self._cut:
-                keep = next((i for i, entry in enumerate(self._entries) if entry.offset >= self._released), keep)
+            if end is None or self._cut:
+                keep = next((i for i, entry in enumerate(self._entries) if entry.offset >= self._taken), keep)
             entries += self._entries[:keep]
             del self._entries[:keep]
-        return Piece(text, entries, self.finish_reason)
+        return Piece(text, entries, end)
 
     def _begin(self) -> None:
         self.started = True
@@ -167,7 +206,7 @@ class Choice:
             text, entries = echo(self._job, self.prompt, self.prompt_logprobs)
             self._text.append(text)
             self._echoed = entries
-            self._length = self._released = len(text)
+            self._length = len(text)
 
     def _visible(self, tokens: list[int], finish: str | None) -> list[int]:
         """The tokens that become text: all but the one that ended the sequence."""
@@ -210,7 +249,6 @@ class Choice:
     def _emit(self, text: str) -> None:
         if text:
             self._text.append(text)
-            self._released += len(text)
 
 
 def echo(job: Job, prompt: Prompt, logprobs: list[TokenLogprobs]) -> tuple[str, list[Entry]]:
@@ -265,14 +303,14 @@ class Generation:
     async def ready(self) -> list[Choice]:
         """The choices that have something to send, each once; waits for one. Empty when the client has left.
 
-        Raises `ApiError` when the request has failed.
+        Raises `ApiError` when the request has failed and nothing is left to send.
         """
         while not self._ready and self._error is None and not self.disconnected:
             self._event.clear()
             await self._event.wait()
         if self.disconnected:
             return []
-        if self._error is not None:
+        if self._error is not None and not self._ready:
             raise self._error
         ready, self._ready = self._ready, []
         return ready
@@ -295,6 +333,7 @@ class Generation:
         for call in self._calls:
             call.cancel()
         for choice in self.choices:
+            choice.stop_waiting()
             choice.submitted = True  # never again
             if choice.id is not None:
                 self._fleet.cancel(choice.id)
@@ -305,6 +344,10 @@ class Generation:
         """Submits what waits for its first choice to begin: the fleet is about to drain."""
         for choice in self.choices:
             self._submit_sibling(choice)
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
 
     # For the choices. Called inside the fleet's step, so the fleet is not called back from here.
 
@@ -323,6 +366,8 @@ class Generation:
     def fail(self, error: ApiError) -> None:
         if self._error is None:
             self._error = error
+            for choice in self.choices:
+                choice.announce()
             self._event.set()
 
     # Submission

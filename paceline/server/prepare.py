@@ -20,7 +20,8 @@ class ServedModel:
     """A model as clients see it. `context`: prompt and answer, in tokens (0: not known); `created`: Unix time.
 
     `embeddings`: token ids that the model has a row for, where that is known; its tokenizer may have more, or fewer.
-    `dimensions`: numbers of an embedding, if that is what the model gives; None: it generates.
+    `dimensions`: numbers of an embedding, if that is what the model gives; None: it generates. `smooth`: its steps may
+    yield several tokens, and streams get them evenly.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ServedModel:
     created: int = 0
     embeddings: int | None = None
     dimensions: int | None = None
+    smooth: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -184,4 +186,5 @@ async def _job(
         discard=max_tokens == 0,
     )
     params = sampling_params(request, max_tokens)
-    return Job(model.name, model.tokenizer, prompts, request.n, params, options, caller.namespace, caller.slo)
+    smooth = model.smooth and request.stream and request.speculation.smooth and params.max_draft_tokens != 0
+    return Job(model.name, model.tokenizer, prompts, request.n, params, options, caller.namespace, caller.slo, smooth)

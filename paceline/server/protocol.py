@@ -110,11 +110,13 @@ class StreamOptions(BaseModel):
 
 
 class Speculation(BaseModel):
-    """Whether tokens may be drafted for this request, and how many a step. Answers do not depend on it."""
+    """Whether tokens may be drafted for this request, and how many a step; answers do not depend on it. `smooth`: a
+    stream gets what a step yields one by one."""
 
     model_config = STRICT
     enabled: bool = True
     max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] = MAX_DRAFT_TOKENS
+    smooth: bool = True
 
     _nulls = model_validator(mode="before")(_drop_nulls)
 

@@ -147,6 +147,12 @@ def test_layers_to_exit_behind_belong_to_early_exit(tmp_path):
         find_models([str(write(tmp_path, text))], [])
 
 
+def test_streams_of_what_is_drafted_for_go_evenly_unless_told_otherwise(tmp_path):
+    for speculation, smooth in (("drafter: ngram", True), ("drafter: ngram, smooth: false", False), ("", False)):
+        text = GOOD.replace("builtin:coder}", f"'builtin:coder', speculation: {{{speculation}}}}}", 1)
+        assert [model.drafting.smooth for model in find_models([str(write(tmp_path, text))], [])] == [smooth, False]
+
+
 def test_a_draft_model_has_a_quantization_of_its_own_and_no_other_drafter_has(tmp_path):
     speculation = "speculation: {drafter: builtin:coder-draft, quantization: int8}"
     text = GOOD.replace("builtin:coder}", f"'builtin:coder', {speculation}}}", 1)

@@ -72,6 +72,17 @@ def test_structured_output_is_drafted(client):
     assert drafted.usage.completion_tokens == alone.usage.completion_tokens
 
 
+@pytest.mark.parametrize("smooth", [True, False])
+def test_a_stream_says_what_the_whole_answer_says(client, smooth):
+    request = {"model": "coder", "prompt": PROMPT, "max_tokens": 64, "temperature": 0, "logprobs": 1}
+    whole = client.completions.create(**request).choices[0]
+    chunks = list(client.completions.create(**request, stream=True, extra_body={"speculation": {"smooth": smooth}}))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+    logprobs = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [token for some in logprobs if some for token in some.tokens] == whole.logprobs.tokens
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
 def test_usage_says_what_became_of_drafts(client):
     usage = client.completions.create(model="coder", prompt=PROMPT, max_tokens=64, temperature=0).usage
     details = usage.completion_tokens_details
