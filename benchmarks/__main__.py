@@ -12,8 +12,8 @@ from benchmarks.plots import draw
 RESULTS = Path(__file__).parent / "results"
 NAMES = [
     "offline_mixed", "http_streams", "memory", "floor", "quantization", "prediction", "scheduler", "sarathi_tables",
-    "tails", "speculation", "drafts", "placement", "alpaserve", "parallel", "dispatch", "loading", "simulation",
-    "bubbles", "lookahead", "faults",
+    "tails", "speculation", "smooth", "drafts", "placement", "alpaserve", "parallel", "dispatch", "loading",
+    "simulation", "bubbles", "lookahead", "faults",
 ]  # fmt: skip
 APART = ["exactness", "gpu"]  # only by name: hours, or a GPU
 SHAPES = ["qwen2.5-0.5b", "llama-3.2-1b"]

@@ -59,15 +59,15 @@ def metrics() -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
-def wait_ready(server: subprocess.Popen) -> None:
-    for _ in range(600):
+def wait_ready(server: subprocess.Popen, minutes: int = 2) -> None:
+    for _ in range(300 * minutes):
         try:
             if urllib.request.urlopen(f"http://127.0.0.1:{PORT}/ready").status == 200:
                 return
         except OSError:
             assert server.poll() is None, "the server ended"
             time.sleep(0.2)
-    raise TimeoutError("the server is not ready after 2 minutes")
+    raise TimeoutError(f"the server is not ready after {minutes} minutes")
 
 
 def run(model: str) -> dict:

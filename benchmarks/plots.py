@@ -234,10 +234,21 @@ def _speculation(name: str, case: dict) -> list[Panel]:
     return found
 
 
+def _smooth(name: str, case: dict) -> list[Panel]:
+    """P99 between tokens at clients, by acceptance."""
+    found: dict[float, Bars] = {}
+    for row in case["rows"]:
+        ways = {way: row[way]["p99_gap_ms"] for way in ("none", "at once", "evenly")}
+        found.setdefault(row["dialled"], {})[str(row["requests"])] = ways
+    what = "P99 between tokens, ms"
+    return [Panel(f"{name}, {at:.0%} accepted", "requests", what, bars) for at, bars in found.items()]
+
+
 PICTURES: dict[str, Callable[[dict], list[list[Panel]]]] = {
     "floor": _each(_floor), "peers": _each(_peers), "sarathi_tables": _each(_sarathi_tables), "tails": _each(_tails),
     "prediction": lambda cases: [[panel for name, one in cases.items() for panel in _prediction(name, one)]],
     "scheduler": _scheduler, "faults": _faults, "loading": _loading, "speculation": _each(_speculation),
+    "smooth": _each(_smooth),
 }  # fmt: skip
 
 

@@ -115,13 +115,12 @@ class Pair:
     def side_by_side(self, at_a_time: int) -> dict[str, list[dict[str, float]]]:
         """All ways under this load, by turns of so many seconds each: what each did, part by part."""
         counts = {name: defaultdict(float) for name in WAYS}
-        outputs: dict[str, list[Output]] = {}
         flows: dict[str, Iterator[None]] = {}
         for runner, (name, (most, adaptive)) in zip(self.runners, WAYS.items(), strict=True):
             offline = self.offline(runner, at_a_time, adaptive, counts[name])
             prompts, params = self.requests(MANY, most, at_a_time)
-            outputs[name] = [Output() for _ in prompts]
-            flows[name] = offline.steps(prompts, params, outputs[name], [0.0] * len(prompts))
+            outputs = [Output() for _ in prompts]
+            flows[name] = offline.steps(prompts, params, outputs, [0.0] * len(prompts))
         parts: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
         for seconds in (WARM_S, *[self.seconds / PARTS] * PARTS):
             before = {name: dict(counted) for name, counted in counts.items()}
@@ -131,10 +130,8 @@ class Pair:
                         next(flow)
             for name, some in parts.items():
                 some.append({key: counts[name][key] - before[name].get(key, 0.0) for key in counts[name]})
-        for name, flow in flows.items():
+        for flow in flows.values():
             flow.close()
-            gaps = sorted(b - a for one in outputs[name] for a, b in zip(one.times, one.times[1:], strict=False))
-            parts[name][-1]["p99_gap"] = gaps[int(0.99 * len(gaps))]
         return {name: some[1:] for name, some in parts.items()}
 
     def tokens_per_s(self, part: dict[str, float]) -> float:
@@ -236,7 +233,6 @@ def loads(both: Pair, acceptance: float) -> list[dict]:
             "drafted_per_token": round(mine["drafted"] / mine["all_tokens"], 3),
             "adaptive_over_none": round(median(over["none"]), 3), "error": _error(over["none"]),
             "adaptive_over_best_fixed": round(median(over[fixed]), 3), "error_of_that": _error(over[fixed]),
-            "p99_gap_ms": {name: round(1e3 * some[-1]["p99_gap"], 1) for name, some in parts.items()},
         })  # fmt: skip
         print(f"  {points[-1]}", flush=True)
     return points
