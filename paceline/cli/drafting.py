@@ -25,7 +25,7 @@ class Drafting:
     max_draft_tokens: int = 0  # 0: nobody drafts
     adaptive: bool = True  # as many as pay, instead of always the most
     quantization: str | None = None  # of a draft model
-    smooth: bool = False  # streams get what a step yields one by one
+    smooth: bool = False  # streams get what a step yields evenly
 
     @staticmethod
     def of(speculation: Speculation, device: str = "cpu") -> "Drafting":

@@ -71,7 +71,7 @@ class Speculation(BaseModel):
     adaptive: bool = True  # as many as pay, by profiles and by what was accepted; else always the most
     early_exit_layers: int | None = Field(default=None, ge=1)  # a quarter of the model's by default
     quantization: Quantization | None = None  # of a draft model; int8 by default on CPUs
-    smooth: bool = True  # streams get what a step yields one by one
+    smooth: bool = True  # streams get what a step yields evenly
 
 
 class Entry(BaseModel):

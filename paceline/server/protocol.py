@@ -111,7 +111,7 @@ class StreamOptions(BaseModel):
 
 class Speculation(BaseModel):
     """Whether tokens may be drafted for this request, and how many a step; answers do not depend on it. `smooth`: a
-    stream gets what a step yields one by one."""
+    stream gets what a step yields evenly."""
 
     model_config = STRICT
     enabled: bool = True
