@@ -121,7 +121,7 @@ class Choice:
     def _push(self, output: SliceOutput, finish: str | None) -> bool:
         self.prompt_logprobs += output.prompt_logprobs
         self.drafted += output.num_draft
-        tokens, before, parts = output.tokens, self.completion_tokens, len(self._text)
+        tokens, before = output.tokens, self.completion_tokens
         if not tokens and finish is None:
             return False
         if not self.started:
@@ -142,8 +142,7 @@ class Choice:
             self.finish_reason = self._end = finish
             self._owner.ended(self)
         if self._playout:
-            held = len(self._text)
-            self._playout.come(asyncio.get_running_loop().time(), held - parts, held)
+            self._playout.come(asyncio.get_running_loop().time(), len(self._text))
         self.announce()
         return finish is not None
 

@@ -1,11 +1,11 @@
 """When the text of a stream goes out: evenly, though a step with drafts yields several tokens at once.
 
-Speculation makes a stream faster and uneven: steps take longer, and what they yield comes together. So what a step
-yields goes in two messages, one when it comes and one half a step later, and a few tokens are held back, as in a jitter
-buffer, for steps that yield one or take long: about as many as a step yields beyond one. Each comes about a step later
-than it could; where steps yield one nothing is held, and the first token and the end never are. How long steps take and
-what they yield is learnt from when their outputs come, whatever the reason for it. More messages would be more even,
-but take cores that the next step needs; these go at the same moments for all streams of a group.
+Speculation makes a stream faster and uneven: steps take longer, and what they yield comes together. So with every step
+half of what is held goes, in two messages, one when the step comes and one half a step later; the rest waits, as in a
+jitter buffer, for steps that yield one or take long. That is about as much as a step yields beyond one, so each token
+comes about a step later than it could; where steps yield one nothing is held, and the first token and the end never
+are. How long steps take is learnt from when their outputs come. More messages would be more even, but take cores that
+the next step needs; these go at the same moments for all streams of a group.
 """
 
 import math
@@ -19,32 +19,26 @@ class Playout:
     """Of one stream. Times are seconds of one clock, sizes are parts: texts of one token, mostly."""
 
     def __init__(self) -> None:
-        self._step_s = self._yields = 0.0  # an average step: 0 until there was one
+        self._step_s = 0.0  # an average step: 0 until there was one
         self._came = -math.inf
         self._first = self._second = 0  # to go when the step comes, and half a step later
         self._turn = 0  # the next of those; all others are of one
 
-    def come(self, now: float, parts: int, held: int) -> None:
-        """A step has yielded so many; so many are held with them."""
+    def come(self, now: float, held: int) -> None:
+        """A step is done; so many are held with what it has yielded."""
         if self._came > -math.inf:
             took = now - self._came
-            if not self._step_s:
-                self._step_s, self._yields = took, parts
-            else:
-                self._step_s += FOLLOWS * (min(took, LONGEST * self._step_s) - self._step_s)
-                self._step_s = min(self._step_s, LONGEST * took)
-                self._yields += FOLLOWS * (parts - self._yields)
+            before = self._step_s or took
+            average = before + FOLLOWS * (min(took, LONGEST * before) - before)
+            self._step_s = min(average, LONGEST * took)
         self._came, self._turn = now, 0
-        reserve = self._yields - 1
-        some = (
-            self._yields + (held - reserve - self._yields) / 2
-        )  # for this step; what differs is made up in some steps
-        self._first = max(1, math.ceil(some / 2))
+        some = (held + 1) / 2
+        self._first = math.ceil(some / 2)
         self._second = max(0, round(some) - self._first)
 
     def due(self, held: int) -> tuple[float, int]:
         """When some of those that are held may go next, and how many then."""
-        if self._yields <= 1 or self._step_s <= LEAST_S:
+        if self._step_s <= LEAST_S:
             return self._came, held
         parts = (self._first, self._second, 1)[min(self._turn, 2)]
         return self._came + self._turn * max(self._step_s / 2, LEAST_S), min(held, parts)

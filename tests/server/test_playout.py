@@ -30,7 +30,7 @@ def played(steps: Steps) -> tuple[list[float], list[float]]:
     for i, (took, parts) in enumerate(steps):
         now += took
         came, held = came + [now] * parts, held + parts
-        playout.come(now, parts, held)
+        playout.come(now, held)
         if i == len(steps) - 1:
             return came, went + [now] * held
         at = now
