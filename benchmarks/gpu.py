@@ -1,7 +1,7 @@
 """SARATHI's tables on a GPU: the floor, decodes on chunks, every policy, and transformers on the same machine.
 
 LLaMA's 13B and 33B shapes in bfloat16, with random weights made on the device. The points are the paper's (Tables 2 and
-4). Nobody has run this on a GPU yet; a test runs it on the host with a tiny shape.
+4). A test runs it on the host with a tiny shape.
 """
 
 import json
@@ -31,19 +31,28 @@ class Shape:
     intermediate: int
     layers: int
     heads: int
-    points: tuple[tuple[int, int, float], ...]  # L, B, P:D
+    points: tuple[tuple[int, int, float, int], ...]  # L, B, P:D, tokens of a step: whole tiles (SARATHI, section 4.4)
     vocabulary: int = 32000
-    chunk: int = 256
     context: int = 1024  # of decodes
     batches: tuple[int, ...] = (1, 8, 32)
+    ratios: tuple[float, ...] = ()  # P:D, at the first point's L and B
+    widths: tuple[int, ...] = ()  # tokens of a step
+    rounds: int = 2
 
 
 SHAPES = {
-    "llama-13b": Shape(5120, 13824, 40, 40, ((1024, 6, 50), (2048, 6, 50), (3072, 6, 50))),
-    "llama-33b": Shape(6656, 17920, 60, 52, ((1024, 10, 28), (2048, 5, 63), (3072, 3, 127))),
-}
+    "llama-13b": Shape(
+        5120, 13824, 40, 40,
+        ((1024, 6, 50, 256), (2048, 6, 50, 256), (3072, 6, 50, 256), (1024, 11, 50, 512), (2048, 11, 50, 512)),
+        ratios=(10, 50, 200), widths=(128, 256, 512, 1024),
+    ),
+    "llama-33b": Shape(
+        6656, 17920, 60, 52, ((1024, 10, 28, 256), (2048, 5, 63, 256), (3072, 3, 127, 256), (1024, 11, 50, 512)),
+        rounds=1,
+    ),
+}  # fmt: skip
 CASES = list(SHAPES)
-STEPS, ROUNDS = 20, 2
+STEPS = 20
 
 
 class RandomWeights(Checkpoint):
@@ -103,8 +112,8 @@ def measure(shape: Shape, device: str) -> dict:
 
 
 def ours(config: LlamaConfig, shape: Shape, device: str) -> dict:
-    longest, widest = max(point[0] for point in shape.points), max(point[1] for point in shape.points)
-    prompts = max(length * batch for length, batch, _ in shape.points)  # request-level takes all in one step
+    longest, widest = (max(sizes) for sizes in list(zip(*shape.points, strict=True))[:2])
+    prompts = max(length * batch for length, batch, *_ in shape.points)  # request-level takes all in one step
     checkpoint, load_plan.Checkpoint = load_plan.Checkpoint, RandomWeights
     RandomWeights.device = device
     try:
@@ -125,10 +134,21 @@ def ours(config: LlamaConfig, shape: Shape, device: str) -> dict:
     }  # fmt: skip
     result |= timed(shape, lambda batch: Ours(runner, batch, shape.context))
     if shape.context >= 1024:
-        result["decode_cost"] = sarathi_tables.decode_cost(runner, 3 * ROUNDS)
+        result["decode_cost"] = sarathi_tables.decode_cost(runner, 6)
     fit = [one for one in shape.points if 2 * one[1] * (one[0] // info.block_size + 1) <= info.num_blocks]
-    result["policies"] = [
-        sarathi_tables.compare(runner, *point, shape.chunk, sarathi_tables.POLICIES, ROUNDS) for point in fit
+
+    def compare(length: int, batch: int, ratio: float, width: int, policies: tuple[str, ...]) -> dict:
+        """`width` tokens are a full batch's decodes and a chunk."""
+        chunk = width - (batch - 1)
+        return sarathi_tables.compare(runner, length, batch, ratio, chunk, policies, shape.rounds)
+
+    result["policies"] = [compare(*point, sarathi_tables.POLICIES) for point in fit]
+    length, batch, ratio, width = shape.points[0]
+    some = (sarathi_tables.BASELINE, "sarathi_2023", "paceline")
+    result["ratio_sweep"] = [compare(length, batch, one, width, some) for one in shape.ratios]
+    result["chunk_sweep"] = [
+        compare(length, batch, ratio, one, some) | sarathi_tables.prompt_alone(runner, one, length, shape.rounds)
+        for one in shape.widths
     ]
     result["points_without_room"] = [list(point) for point in shape.points if point not in fit]
     runner.release()

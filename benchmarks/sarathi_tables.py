@@ -66,11 +66,12 @@ def run(model: str) -> dict:
     result["decode_cost"] = decode_cost(runner, 3 * plan.rounds)
     print(f"  decode cost: {result['decode_cost']}", flush=True)
     result["policies"] = [compare(runner, *point, CHUNK, POLICIES, plan.rounds) for point in plan.points]
-    length, batch, _ = plan.points[0]
+    length, batch, ratio = plan.points[0]
     some = (BASELINE, "sarathi_2023", "paceline")
-    result["ratio_sweep"] = [compare(runner, length, batch, ratio, CHUNK, some, plan.rounds) for ratio in plan.ratios]
+    result["ratio_sweep"] = [compare(runner, length, batch, one, CHUNK, some, plan.rounds) for one in plan.ratios]
     result["chunk_sweep"] = [
-        compare(runner, length, batch, plan.points[0][2], chunk, some, plan.rounds) | prompt_alone(runner, chunk, plan)
+        compare(runner, length, batch, ratio, chunk, some, plan.rounds)
+        | prompt_alone(runner, chunk, length, plan.rounds)
         for chunk in plan.chunks
     ]
     return result
@@ -196,12 +197,12 @@ def marginal(steps: list[tuple[Batch, float]], chunks: dict[tuple[int, int], lis
     return extra / max(1, decodes)
 
 
-def prompt_alone(runner: ModelRunner, chunk: int, plan: Plan) -> dict:
+def prompt_alone(runner: ModelRunner, chunk: int, length: int, rounds: int) -> dict:
     """A prompt's seconds in chunks, over those in one step (the paper's chunking overhead)."""
-    length, block = plan.points[0][0], runner.info.block_size
+    block = runner.info.block_size
     prompts = [[300 + i % 7000 for i in range(length)]]
     ratios = []
-    for _ in range(2 * plan.rounds):
+    for _ in range(2 * rounds):
         parts, whole = (
             sum(took for _, took in sample(runner, config("sarathi_2023", 1, size, length, block), prompts, 1))
             for size in (chunk, length)

@@ -46,9 +46,9 @@ class DecoderModel:
 
     def forward(self, parts: Seq[Part]) -> Tensor:
         decoder, size = self.decoder, self.cache.block_size
-        ids = torch.tensor([token for part in parts for token in part.tokens], device=decoder.device)
+        ids = torch.tensor([token for part in parts for token in part.tokens])
         if self.vocabulary is not None:
-            ids = self.vocabulary.to_draft[ids]
+            ids = self.vocabulary.to_draft[ids.to(decoder.device)]
         spans = [
             SliceSpan(part.start, part.length, part.job.sequence.blocks, bool(part.guess) or part.length <= SHORT)
             for part in parts

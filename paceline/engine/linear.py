@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.engine import pages
+from paceline.engine import machine, pages
 from paceline.engine.compiling import one_process_at_a_time
 
 try:
@@ -69,14 +69,19 @@ class StockLinear:
     def product(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.dtype), self.weight, self.bias)
 
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        """The product, added in place."""
+        if self.bias is not None:
+            to.add_(self.bias)
+        return to.addmm_(x.to(self.dtype), self.weight.t())
+
     def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
         if norm is not None:
-            x = F.rms_norm(x, x.shape[1:], norm.weight, norm.eps)
+            x = normed(x, norm)
+        if add_to is not None:
+            return self.add(x, add_to)
         y = self.product(x)
-        if self.gated:
-            gate, value = y.chunk(2, dim=1)
-            y = F.silu(gate).mul_(value)
-        return y if add_to is None else add_to.add_(y)
+        return gate(y) if self.gated else y
 
 
 class BFloat16Linear(StockLinear):
@@ -91,7 +96,14 @@ class Float16Linear(StockLinear):
     kind, dtype = "float16", torch.float16
 
 
-class OneDNNLinear(StockLinear):
+class PackedLinear(StockLinear):
+    """Its product is another operator's."""
+
+    def add(self, x: Tensor, to: Tensor) -> Tensor:
+        return to.add_(self.product(x))
+
+
+class OneDNNLinear(PackedLinear):
     """W in oneDNN's layout for this processor."""
 
     kind = "onednn"
@@ -109,7 +121,7 @@ class OneDNNLinear(StockLinear):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")[:rows]
 
 
-class MKLLinear(StockLinear):
+class MKLLinear(PackedLinear):
     """W in MKL's packed layout."""
 
     kind = "mkl"
@@ -124,7 +136,7 @@ class MKLLinear(StockLinear):
         return torch.ops.mkl._mkl_linear(x, self.packed, self.shape_only, self.bias, x.shape[0])
 
 
-class Int8Linear(StockLinear):
+class Int8Linear(PackedLinear):
     """W as int8 with a scale a row of W, x as int8 with a scale a row of x, rounded to nearest: exact in int32.
 
     Only by a row's own scale does its result not depend on what else is in the batch.
@@ -141,6 +153,21 @@ class Int8Linear(StockLinear):
         quantized, scale = quantize(x)
         y = torch._int_mm(quantized, self.quantized).float() * (self.scale * scale[:, None])
         return y if self.bias is None else y + self.bias
+
+
+def normed(x: Tensor, by: Norm) -> Tensor:
+    """Rows [rows, n]."""
+    if (own := machine.triton_kernels(str(x.device))) is not None:
+        return own.norm(x, by)
+    return F.rms_norm(x, x.shape[1:], by.weight, by.eps)
+
+
+def gate(both: Tensor) -> Tensor:
+    """[rows, 2 n], gates before their values, to silu(gate) value [rows, n]."""
+    if (own := machine.triton_kernels(str(both.device))) is not None:
+        return own.gate(both)
+    gates, values = both.chunk(2, dim=1)
+    return F.silu(gates).mul_(values)
 
 
 def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -219,7 +219,7 @@ def activation_bytes(
         row = element * 3 * config.hidden
         row += max(element * (3 * queries + 4 * keys) + rotated, element * 3 * config.intermediate)
         row = max(row, 4 * experts.row_floats(config) if config.sparse else 0)
-        reads = gpu.flash(device, kv_dtype(quantization), config.head_dim)
+        reads = gpu.reads(device, kv_dtype(quantization), config.head_dim)
         working = 0 if reads else gpu.working_bytes(config, max_batch_tokens, context)
         return row * max_batch_tokens + 14 * 4 * LOGIT_ROWS * config.vocab_size + working + KEPT
     if "tiled" in best_kind("cpu"):

@@ -1,8 +1,9 @@
 """What this machine can do, measured in the same run as what is compared with it."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from time import perf_counter
+from types import ModuleType
 
 import torch
 
@@ -58,6 +59,44 @@ def finish(device: str) -> None:
     """Waits for what a GPU has been asked to compute, not for what it sends to others meanwhile."""
     if device.startswith("cuda"):
         torch.cuda.current_stream(device).synchronize()
+
+
+class Moment:
+    """When a device will have computed what it has been asked for by now; on a CPU now."""
+
+    def __init__(self, device: str) -> None:
+        self.at, self.event = perf_counter(), None
+        if device.startswith("cuda"):
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+
+    def until(self, later: "Moment") -> float:
+        """Seconds; waits for the later one."""
+        if self.event is None or later.event is None:
+            return later.at - self.at
+        later.event.synchronize()
+        return 1e-3 * self.event.elapsed_time(later.event)
+
+
+def mark(device: str) -> Call:
+    """What waits until a GPU has computed all that it has been asked for by now."""
+    if not device.startswith("cuda"):
+        return lambda: None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.synchronize
+
+
+@cache
+def triton_kernels(device: str) -> ModuleType | None:
+    """Our own kernels for GPUs, where Triton is there for one."""
+    if not device.startswith("cuda"):
+        return None
+    try:
+        from paceline.engine import triton_kernels
+    except ImportError:  # torch's builds for some platforms come without Triton
+        return None
+    return triton_kernels
 
 
 def require(device: str) -> None:

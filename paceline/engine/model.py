@@ -20,7 +20,8 @@ from paceline.engine import attention, gpu, machine, pages
 from paceline.engine.attention import SliceSpan, StepPlan, norm_addresses
 from paceline.engine.config import ARCHITECTURES, ModelConfig
 from paceline.engine.experts import Experts
-from paceline.engine.gpu import PagedCache, PagedPlan
+from paceline.engine.gpu import PagedCache
+from paceline.engine.gpu_plan import Layout, PagedPlan
 from paceline.engine.graphs import Graphs
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.linear import KINDS, Linear, Norm, TiledLinear, best_kind, kernels, make_linear
@@ -34,8 +35,9 @@ IGNORED = ("rotary_emb.inv_freq", "masked_bias", "lm_head.weight")
 
 EMBEDDING = "model.embed_tokens"
 
-# Rows of a pass whose layers a GPU finishes one by one, so that progress is that of what has been computed: such a pass
-# takes long, and a worker without progress for seconds is taken to hang.
+# Rows of a pass whose layers are asked for when the one before the last has been computed, so that progress is that of
+# what has been computed: such a pass takes long, and a worker without progress for seconds is taken to hang. Passes of
+# fewer rows are CUDA graphs; a GPU would compute them sooner than Python asks for them.
 WIDE = 512
 
 # Experts after which the heap is trimmed: copies of their size leave holes there that the next ones do not fit into, as
@@ -58,7 +60,7 @@ class Layer:
 
 
 Embedding = Callable[[Tensor], Tensor]  # token ids [tokens] to [tokens, hidden], float32 on CPUs
-Plan = StepPlan | PagedPlan
+Plan = StepPlan | Layout | PagedPlan
 
 
 class FileEmbedding:
@@ -146,11 +148,12 @@ class Decoder:
             dtype=self.dtype,
         )  # fmt: skip
 
-    def record(self, cache: PagedCache, max_batch: int, context: int) -> None:
-        """Has passes over single tokens of up to `max_batch` sequences as CUDA graphs from now on, where there can be
-        any: what a mixture of experts is to do, and how much is gathered, depends on what was computed before."""
-        flash = gpu.flash(self.device, self.dtype, self.config.head_dim)
-        if flash is None or self.config.sparse or self.peers or not self.layers:
+    def record(self, cache: PagedCache, max_batch: int, max_tokens: int, context: int) -> None:
+        """Has passes over single tokens of up to `max_batch` sequences, and over up to `max_tokens` tokens or WIDE, as
+        CUDA graphs from now on, where there can be any: what a mixture of experts is to do, and how much is gathered,
+        depends on what was computed before."""
+        by = gpu.reads(self.device, self.dtype, self.config.head_dim)
+        if by is None or self.config.sparse or self.peers or not self.layers:
             return
         progress, embedding = np.zeros(1, np.int64), self.embedding
         assert embedding is not None
@@ -158,7 +161,8 @@ class Decoder:
         def run(tokens: Tensor, plan: PagedPlan) -> Tensor:
             return self.run(embedding(tokens), plan, cache, progress)
 
-        self.graphs = Graphs(run, cache, max_batch, context, flash.counts_keys)
+        heads = gpu.heads_of(self.config, self.dtype)
+        self.graphs = Graphs(run, cache, max_batch, min(WIDE, max_tokens), context, heads, by)
 
     def plan(self, spans: list[SliceSpan], block_size: int) -> Plan:
         """Of a step of these slices."""
@@ -181,7 +185,8 @@ class Decoder:
         return np.array(lines, np.int64)
 
     def forward(self, tokens: Tensor, plan: Plan, cache: KVCache | PagedCache, progress: np.ndarray) -> Tensor:
-        """Token ids [tokens] to hidden states [tokens, hidden] before the last norm; writes their keys and values.
+        """Token ids [tokens], on the host or the device, to hidden states [tokens, hidden] before the last norm; writes
+        their keys and values.
 
         progress[0] counts layers, for those who watch from another thread.
         """
@@ -189,18 +194,20 @@ class Decoder:
         if self.graphs is not None and self.graphs.fit(plan):
             progress[0] += len(self.layers)
             return self.graphs(tokens, plan)
-        return self.run(self.embedding(tokens), plan, cache, progress)
+        return self.run(self.embedding(tokens.to(self.device, non_blocking=True)), plan, cache, progress)
 
     def run(self, x: Tensor, plan: Plan, cache: KVCache | PagedCache, progress: np.ndarray) -> Tensor:
         """What the layers make of hidden states [tokens, hidden], which they change."""
         if not self.layers:
             return x
+        if isinstance(plan, Layout):
+            plan = plan.on(self.device)
         turns = self.rotations(plan.positions, plan.end)
         if self.addresses is not None:
             self._run_fused(x, turns, plan, cache, progress)
             return x
         attend = attention.attend if self.device == "cpu" else gpu.attend
-        watched = self.device != "cpu" and len(x) > WIDE
+        watched, done = self.device != "cpu" and len(x) > WIDE, lambda: None
         for index, layer in enumerate(self.layers):
             heads = layer.qkv(x, layer.input_norm)
             mixed = attend(heads, turns, layer.head_norms, cache, index, self.config.windows[index], plan)
@@ -209,8 +216,9 @@ class Decoder:
                 self._add(x, partial(layer.down, layer.gate_up(x, layer.post_norm)))
             else:
                 self._add(x, partial(layer.experts, x, layer.post_norm))
-            if watched:
-                machine.finish(self.device)
+            if watched:  # one layer is computed while the next is asked for
+                done()
+                done = machine.mark(self.device)
             progress[0] += 1
         return x
 
@@ -308,9 +316,7 @@ class _Loader:
             norms = tuple(self.norm(f"{attention}.{one}_norm", size, pairs=1) for one in "qk")
         return Layer(
             qkv=self.reader.fused(qkv, config.hidden, config.qkv_bias),
-            out=self.reader.inner(
-                f"{attention}.o_proj", config.hidden, queries, own, config.out_bias, part.place.rank
-            ),
+            out=self.reader.inner(f"{attention}.o_proj", config.hidden, queries, own, config.out_bias, part.place.rank),
             gate_up=parts[0],
             down=parts[1],
             input_norm=self.norm(f"{name}.input_layernorm", config.hidden),

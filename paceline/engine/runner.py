@@ -160,7 +160,7 @@ class ModelRunner:
         if device != "cpu":
             with torch.inference_mode():
                 for decoder, cache in zip(decoders, caches, strict=True):
-                    decoder.record(cache, max_batch, info.context)
+                    decoder.record(cache, max_batch, max_batch_tokens, info.context)
         if drafts.lookup:
             runner.drafter = InTurn(PromptLookup(), runner.drafter)
         return runner
@@ -192,17 +192,17 @@ class ModelRunner:
         runs = [job for job in jobs if job.runs]
         self._draft(runs, started)
         hidden = self._forward(runs)
-        machine.finish(self.device)  # the time of a pass is not that of asking for it
-        sampling = 0.0
+        if self.peers:
+            machine.finish(self.device)  # nobody waits for what has only been asked for
+        computed, sampling = machine.Moment(self.device), 0.0
         if self.last:
             begin = 0
             for job in (job for job in runs if job.runs):
                 job.begin = begin
                 begin += job.span.length
-            sampling = -perf_counter()
             self._prompt_logprobs([job for job in runs if job.runs], hidden)
             head_seconds = self._emit([job for job in runs if job.runs and job.work.emits], hidden)
-            sampling += perf_counter() - head_seconds
+            sampling = computed.until(machine.Moment(self.device)) - head_seconds
         elif hidden.shape[0]:
             self.peers.send(hidden)
         if self.drafts and self.answers:
@@ -304,7 +304,7 @@ class ModelRunner:
                 for job in jobs
                 for token in (*job.sequence.tokens[job.span.start :][: job.span.length], *job.draft)
             ]
-            return decoder.forward(torch.tensor(tokens, device=self.device), plan, self.cache, progress)
+            return decoder.forward(torch.tensor(tokens), plan, self.cache, progress)
         except Exception as error:
             if self.peers:
                 raise
@@ -350,7 +350,7 @@ class ModelRunner:
                 rows += range(end - 1 - len(job.draft), end)
             every = len(rows) == len(hidden)
             logits = self.decoder.logits(
-                hidden if every else hidden.index_select(0, torch.tensor(rows, device=self.device))
+                hidden if every else hidden.index_select(0, torch.tensor(rows).to(self.device, non_blocking=True))
             )
             seconds += perf_counter() - started
             some = [] if logits is None else [job for job in some if not job.error]

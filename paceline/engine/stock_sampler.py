@@ -19,8 +19,7 @@ def draw(
     numbers[i] = (temperature, top_p, min_p, top_k); stream keys and positions as in `keyed_random`.
     """
     device = logits.device
-    peaks = logits.amax(dim=1)  # NaN wherever the row has one
-    tokens = logits.argmax(dim=1)
+    peaks, tokens = logits.max(dim=1)  # NaN wherever the row has one; of equal ones the lowest id
     drawn = [i for i, (temperature, *_) in enumerate(numbers) if temperature >= GREEDY_BELOW]
     if drawn:
         scaled = _scaled(logits[drawn], [numbers[i] for i in drawn])

@@ -1,4 +1,5 @@
-"""What a GPU computes, on the host ("cpu:0"): by gathered attention, and by what FlashAttention is documented to do.
+"""What a GPU computes, on the host ("cpu:0"): by our own kernels in Triton's interpreter, by gathered attention, and by
+what FlashAttention is documented to do.
 
 Tests marked `gpu` do the same on a CUDA device.
 """
@@ -17,10 +18,11 @@ from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceWork
-from paceline.engine import gpu
+from paceline.engine import gpu, gpu_plan, machine, triton_kernels
 from paceline.engine.attention import SliceSpan
 from paceline.engine.config import ModelError, precision
-from paceline.engine.gpu import Flash, PagedCache
+from paceline.engine.gpu import PagedCache
+from paceline.engine.gpu_plan import Reads
 from paceline.engine.graphs import Graphs
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline
@@ -43,8 +45,10 @@ def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, 
     tables = (cu_seq_q, seqused_k, block_table) if cu_seq_k is None else (cu_seq_q, cu_seq_k, seqused_k, block_table)
     assert {table.dtype for table in tables} == {torch.int32} and num_splits == 1
     count = len(seqused_k)
-    assert cu_seq_q.shape == (count + 1,) and block_table.shape[0] == count and enable_gqa == (
-        query.shape[1] != key.shape[2]
+    assert (
+        cu_seq_q.shape == (count + 1,)
+        and block_table.shape[0] == count
+        and enable_gqa == (query.shape[1] != key.shape[2])
     )
     assert cu_seq_k is None or cu_seq_k.tolist() == [0, *seqused_k.cumsum(0).tolist()]
     out = torch.full_like(query, torch.nan)
@@ -63,16 +67,17 @@ def varlen(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, 
 def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where FlashAttention reads pages."""
     monkeypatch.setattr(gpu, "varlen_attn", varlen)
-    monkeypatch.setattr(gpu, "flash", lambda *_: Flash(BLOCK, True))
+    monkeypatch.setattr(gpu, "reads", lambda *_: Reads(BLOCK, None, True))
 
 
-def found(device: str, dtype: torch.dtype, head_dim: int) -> Flash:
-    """How FlashAttention reads pages, which it has to do on Ampere and later with torch 2.13."""
-    reads = gpu.flash(device, dtype, head_dim)
-    if reads is None and (torch.__version__ < "2.13" or torch.cuda.get_device_capability()[0] < 8):
-        pytest.skip("torch's FlashAttention reads no pages here")
-    assert reads
-    return reads
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where there is Triton: interpreted, where there is none."""
+    if torch.cuda.is_available():
+        pytest.skip("here they are compiled for the GPU")
+    monkeypatch.setattr(machine, "triton_kernels", lambda _: triton_kernels)
+    monkeypatch.setattr(gpu, "reads", lambda *_: Reads(BLOCK, triton_kernels))
+    monkeypatch.setattr(gpu_plan, "PROGRAMS", 8)
 
 
 def through_chunks(paged: Paged, prompts: list[list[int]]) -> list[torch.Tensor]:
@@ -112,6 +117,11 @@ def test_flash_attention_is_asked_for_the_same(family: str, flash: None, tmp_pat
     assert matches(family, HOST, tmp_path)
 
 
+@pytest.mark.parametrize("family", ["llama-mqa", "qwen3-window"])
+def test_our_kernels_compute_the_same(family: str, kernels: None, tmp_path: Path) -> None:
+    assert matches(family, HOST, tmp_path)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama-tied", "qwen3-bias", "mixtral"])
@@ -127,7 +137,7 @@ def test_half_precision(family: str, kind: str, device: str, tmp_path: Path) -> 
 
 
 def test_slices_are_gathered_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "GATHERED", 40)
+    monkeypatch.setattr(gpu_plan, "GATHERED", 40)
     assert matches("qwen2-window", HOST, tmp_path)
 
 
@@ -142,41 +152,56 @@ class Eager(Graphs):
     """Records nothing: the same passes over the same memory, when they are asked for; what they yield, too, is where it
     was."""
 
-    def _record(self, size):
-        out = self._pass(size)
-        return lambda: out.copy_(self._pass(size))
+    def _record(self, make):
+        out = make()
+        return lambda: out.copy_(make())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_graphs_compute_what_passes_do(device: str, tmp_path: Path, request, monkeypatch) -> None:
+def one_token_each(turn: int, known: list[list[int]], tables: object) -> list[tuple[int, int, list[int]]]:
+    return [(n, len(known[n]), [9 + turn]) for n in range((11, 3, 8, 1, 11)[turn])]
+
+
+def hybrid(turn: int, known: list[list[int]], tables: object) -> list[tuple[int, int, list[int]]]:
+    """Decodes, verifications and chunks, a new sequence's too."""
+    lengths = [{0: 1, 1: 4, 2: 17, 3: 1}, {0: 1, 4: 2}, {1: 3}, {2: 1, 11: 21}, {11: 1, 0: 6, 1: 1}][turn]
+    return [(n, len(known[n]), prompt(length, turn + n)) for n, length in lengths.items()]
+
+
+@pytest.mark.parametrize(
+    ("device", "by"), [(HOST, "flash"), (HOST, "kernels"), pytest.param("cuda", None, marks=CUDA.marks)]
+)
+@pytest.mark.parametrize("work", [one_token_each, hybrid])
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # rows that are nobody's hold anything
+def test_graphs_compute_what_passes_do(work, device: str, by: str | None, tmp_path: Path, request, monkeypatch) -> None:
     checkpoints.save("qwen2", tmp_path)
     kind = "bfloat16"
-    if device == HOST:
-        request.getfixturevalue("flash")
+    if by:
+        request.getfixturevalue(by)
         monkeypatch.setattr("paceline.engine.model.Graphs", Eager)
         kind = "plain"
     decoder = load(tmp_path, device=device, kind=kind)
-    reads = found(device, decoder.dtype, decoder.config.head_dim)
-    plain, recorded = (Paged(decoder, 60, reads.block_size) for _ in range(2))
-    prompts = [prompt(5 + n, n) for n in range(11)]
+    size = gpu.block_size(device, [(decoder.dtype, decoder.config.head_dim)])
+    plain, recorded = (Paged(decoder, 60, size) for _ in range(2))
+    known = [prompt(5 + n, n) for n in range(11)] + [[]]
     for paged in (plain, recorded):
-        paged.step([(n, 0, tokens) for n, tokens in enumerate(prompts)])
+        paged.step([(n, 0, tokens) for n, tokens in enumerate(known) if tokens])
     with torch.inference_mode():
-        decoder.record(recorded.cache, 11, 60)
+        decoder.record(recorded.cache, 11, 30, 60)
     graph, decoder.graphs = decoder.graphs, None
-    assert graph.sizes == [1, 2, 4, 8, 16]
-    for turn, count in enumerate((11, 3, 8, 1, 11)):
-        work = [(n, len(prompts[n]), [9 + turn]) for n in range(count)]
-        want = plain.step(work)
-        decoder.graphs = graph
-        assert graph.fit(decoder.plan([SliceSpan(at, 1, plain.tables[n]) for n, at, _ in work], reads.block_size))
-        got = recorded.step(work)
-        decoder.graphs = None
-        for n, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-            assert torch.allclose(mine, theirs, atol=1e-5 if kind == "plain" else 0.1), (turn, n)
-            prompts[n].append(9 + turn)
-    own = slice(0, recorded.cache.num_blocks)  # rows that fill up a batch have touched nobody's
+    assert graph.sizes == [1, 2, 4, 8, 16] and graph.hybrid == ([] if by == "flash" else [1, 2, 4, 8, 16, 24, 32])
     near = 1e-5 if kind == "plain" else 0.1
+    for turn in range(5):
+        slices = work(turn, known, plain.tables)
+        want = plain.step(slices)
+        decoder.graphs = graph
+        spans = [SliceSpan(at, len(tokens), plain.tables[n]) for n, at, tokens in slices]
+        assert graph.fit(decoder.plan(spans, size)) == (work is one_token_each or by != "flash")
+        got = recorded.step(slices)
+        decoder.graphs = None
+        for (n, _, tokens), mine, theirs in zip(slices, got, want, strict=True):
+            assert torch.allclose(mine, theirs, atol=near), (turn, n)
+            known[n] += tokens
+    own = slice(0, recorded.cache.num_blocks)  # rows that fill up a batch have touched nobody's
     assert torch.allclose(recorded.cache.pool[:, :, own].float(), plain.cache.pool[:, :, own].float(), atol=near)
 
 
@@ -186,7 +211,7 @@ def test_graphs_are_for_what_they_have_room_for(flash, tmp_path: Path, monkeypat
     decoder = load(tmp_path / "one", device=HOST)
     cache = PagedCache(decoder.config, 60, BLOCK, HOST)
     with torch.inference_mode():
-        decoder.record(cache, 3, 40)
+        decoder.record(cache, 3, 30, 40)
 
     def fits(*spans: SliceSpan) -> bool:
         return decoder.graphs.fit(decoder.plan(list(spans), BLOCK))
@@ -197,7 +222,7 @@ def test_graphs_are_for_what_they_have_room_for(flash, tmp_path: Path, monkeypat
     assert not fits(SliceSpan(40, 1, list(range(11))))
     checkpoints.save("mixtral", tmp_path / "experts")
     experts = load(tmp_path / "experts", device=HOST)
-    experts.record(PagedCache(experts.config, 60, BLOCK, HOST), 3, 40)
+    experts.record(PagedCache(experts.config, 60, BLOCK, HOST), 3, 30, 40)
     assert experts.graphs is None
 
 
@@ -310,7 +335,7 @@ def test_what_a_device_cannot_compute_in(device, dtype, quantization, message) -
 @pytest.mark.parametrize("counts", [True, False])
 def test_flash_attention_is_tried_before_it_is_used(counts: bool, monkeypatch) -> None:
     monkeypatch.setattr(gpu, "varlen_attn", varlen)
-    how = Flash(8, counts)
+    how = Reads(8, None, counts)
     assert gpu._is_right(how, HOST, torch.bfloat16, 16)
 
     def first_only(*args, **options):  # https://github.com/pytorch/pytorch/issues/194167
@@ -324,22 +349,27 @@ def test_flash_attention_is_tried_before_it_is_used(counts: bool, monkeypatch) -
     for wrong in (first_only, without_windows):
         monkeypatch.setattr(gpu, "varlen_attn", wrong)
         assert not gpu._is_right(how, HOST, torch.bfloat16, 16)
-    assert gpu.flash(HOST, torch.bfloat16, 16) is None  # no such thing on a host
+    assert gpu.reads(HOST, torch.bfloat16, 16) is None  # no such thing on a host
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_our_kernels_read_pages(dtype: torch.dtype, head_dim: int, kernels: None) -> None:
+    assert gpu._is_right(Reads(16, triton_kernels), HOST, dtype, head_dim)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_flash_attention_reads_pages(dtype: torch.dtype, head_dim: int) -> None:
-    reads = found("cuda", dtype, head_dim)
-    larger = reads._replace(block_size=2 * reads.block_size)
-    assert reads.block_size in gpu.PAGES and gpu._is_right(larger, "cuda", dtype, head_dim)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_pages_are_read_where_they_are(dtype: torch.dtype, head_dim: int) -> None:
+    by = gpu.reads("cuda", dtype, head_dim)
+    assert by and by.kernels and gpu._is_right(by._replace(block_size=2 * by.block_size), "cuda", dtype, head_dim)
 
 
 @pytest.mark.slow  # a minute where a processor has no products of bfloat16
 def test_the_benchmark_runs() -> None:
-    shape = Shape(64, 96, 2, 4, ((48, 2, 5.0),), vocabulary=8192, chunk=16, context=40, batches=(1, 3))
+    shape = Shape(64, 96, 2, 4, ((48, 2, 5.0, 17),), vocabulary=8192, context=40, batches=(1, 3), widths=(17,))
     result = measure(shape, HOST)
     ours, theirs = (result[name] for name in ("ours", next(name for name in result if "transformers" in name)))
     assert set(ours["decode_ms"]) == set(theirs["decode_ms"]) == {1, 3}
