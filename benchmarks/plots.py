@@ -155,6 +155,21 @@ def _sarathi_tables(name: str, case: dict) -> list[Panel]:
     return [panel for panel in found if panel.bars]
 
 
+def _gpu(name: str, case: dict) -> list[Panel]:
+    engines = {engine: one for engine, one in case.items() if engine == "ours" or engine.startswith("transformers")}
+    steps: Bars = {}
+    for engine, one in engines.items():
+        steps.setdefault("a prompt", {})[engine] = one["prompt_ms"]
+        for batch, ms in one["decode_ms"].items():
+            steps.setdefault(f"decode {batch}", {})[engine] = ms
+    return [
+        Panel(f"{name} ({case['gpu']})", "1,024 tokens, or decodes behind them", "milliseconds", steps, log=True),
+        Panel("share of the floor", "sequences that decode", "bytes over bandwidth / time",
+              {batch: {"ours": share} for batch, share in case["ours"]["decode_share_of_floor"].items()}, (("", 0.9),)),
+        *_sarathi_tables(name, case["ours"])[:2],
+    ]  # fmt: skip
+
+
 def _tails(name: str, case: dict) -> list[Panel]:
     def over(key: str, scale: float = 1.0) -> Bars:
         found: Bars = {}
@@ -248,7 +263,7 @@ PICTURES: dict[str, Callable[[dict], list[list[Panel]]]] = {
     "floor": _each(_floor), "peers": _each(_peers), "sarathi_tables": _each(_sarathi_tables), "tails": _each(_tails),
     "prediction": lambda cases: [[panel for name, one in cases.items() for panel in _prediction(name, one)]],
     "scheduler": _scheduler, "faults": _faults, "loading": _loading, "speculation": _each(_speculation),
-    "smooth": _each(_smooth),
+    "smooth": _each(_smooth), "gpu": _each(_gpu),
 }  # fmt: skip
 
 
