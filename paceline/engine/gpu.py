@@ -11,7 +11,7 @@ The device "cpu:0" is the host, computing as a GPU would.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -80,12 +80,13 @@ def warm_up(config: ModelConfig, block_size: int, device: str, dtype: torch.dtyp
     small = PagedCache(config, 20, block_size, device, dtype)
     width = (config.heads + 2 * config.kv_heads) * config.head_dim
     turns = torch.zeros(PROGRAMS, 1, config.head_dim // 2, dtype=torch.complex64, device=device)
+    norm = Norm(torch.ones(config.head_dim, device=device, dtype=dtype), config.norm_eps)
     for window in heads_of(config, dtype).windows:
         for start, length, count in ((0, 20, 1), (2, 2, 1), (0, 1, 1), (0, 1, PROGRAMS)):
             spans = [SliceSpan(start, length, list(range(20)))] * count
             plan = plan_step(spans, config, block_size, device, dtype).on(device)
             heads = torch.zeros(length * count, width, device=device, dtype=dtype)
-            attend(heads, turns[: length * count], None, small, 0, window, plan)
+            attend(heads, turns[: length * count], (norm, norm) if config.qk_norm else None, small, 0, window, plan)
 
 
 def attend(
@@ -167,18 +168,7 @@ def _attend_part(queries: Tensor, pages: tuple[Tensor, Tensor], window: int | No
 def reads(device: str, dtype: torch.dtype, head_dim: int) -> Reads | None:
     """What reads pages of keys and values on this device, found by trying; None: nothing does, or what it gives is
     wrong."""
-    global varlen_attn
-    trials = []
-    if (kernels := machine.triton_kernels(device)) is not None:
-        trials.append(Reads(BLOCK, kernels))
-    if torch.device(device).type == "cuda" and dtype != torch.float32:
-        try:
-            from torch.nn.attention.varlen import varlen_attn
-
-            trials += [Reads(size, None, counts) for size in PAGES for counts in (True, False)]
-        except ImportError:  # torch before 2.10
-            pass
-    for by in trials:
+    for by in _readers(device, dtype):
         try:
             if _is_right(by, device, dtype, head_dim):
                 return by
@@ -186,6 +176,19 @@ def reads(device: str, dtype: torch.dtype, head_dim: int) -> Reads | None:
             if by.kernels:
                 print(f"{device}: our kernels for heads of {head_dim} {dtype} do not run: {error}", file=sys.stderr)
     return None
+
+
+def _readers(device: str, dtype: torch.dtype) -> Iterator[Reads]:
+    global varlen_attn
+    if (kernels := machine.triton_kernels(device)) is not None:
+        yield Reads(BLOCK, kernels)
+    if torch.device(device).type == "cuda" and dtype != torch.float32:
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:  # torch before 2.10
+            return
+        for size in PAGES:
+            yield from (Reads(size, None, counts) for counts in (True, False))
 
 
 def _is_right(by: Reads, device: str, dtype: torch.dtype, head_dim: int) -> bool:

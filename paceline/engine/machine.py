@@ -1,5 +1,6 @@
 """What this machine can do, measured in the same run as what is compared with it."""
 
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from time import perf_counter
@@ -89,14 +90,18 @@ def mark(device: str) -> Call:
 
 @cache
 def triton_kernels(device: str) -> ModuleType | None:
-    """Our own kernels for GPUs, where Triton is there for one."""
+    """Our own kernels for GPUs, where they run: not without Triton, nor without a C compiler, which it launches them
+    by."""
     if not device.startswith("cuda"):
         return None
     try:
-        from paceline.engine import triton_kernels
-    except ImportError:  # torch's builds for some platforms come without Triton
+        from paceline.engine import triton_kernels as kernels
+
+        kernels.gate(torch.zeros(1, 2, device=device))
+    except Exception as error:
+        print(f"{device}: torch's operations, for our own kernels do not run: {error}", file=sys.stderr)
         return None
-    return triton_kernels
+    return kernels
 
 
 def require(device: str) -> None:

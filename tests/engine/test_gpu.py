@@ -369,6 +369,12 @@ def test_our_kernels_read_pages(dtype: torch.dtype, head_dim: int, kernels: None
     assert gpu._is_right(Reads(16, triton_kernels), HOST, dtype, head_dim)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here they run")
+def test_kernels_that_do_not_run_are_not_used(capsys) -> None:
+    assert machine.triton_kernels.__wrapped__("cuda") is None
+    assert "torch's operations, for our own kernels do not run" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
