@@ -1,6 +1,7 @@
 import os
+from pathlib import Path
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs are interpreted; Triton asks when it is first imported
+# Kernels for GPUs are interpreted where there is none; Triton asks when it is first imported. Workers import this too,
+# so torch is not asked.
+if not list(Path("/dev").glob("nvidia*")):
+    os.environ["TRITON_INTERPRET"] = "1"

@@ -131,7 +131,7 @@ def _flash(queries: Tensor, pages: tuple[Tensor, Tensor], window: int | None, pl
     (https://github.com/pytorch/pytorch/issues/194167), and bits would depend on what else is in the batch. A single
     query sees all keys, and only where it is told so do query heads that share them pass over them together."""
     assert varlen_attn is not None
-    right = -1 if plan.decodes and window is None else 0
+    right = -1 if plan.longest == 1 and window is None else 0
     return varlen_attn(
         queries, *pages, plan.starts, plan.keys_begin, plan.longest, plan.tables.shape[1] * pages[0].shape[1],
         window_size=(-1 if window is None else window - 1, right), enable_gqa=queries.shape[1] != pages[0].shape[2],

@@ -72,11 +72,6 @@ class PagedPlan:
     many: Tiles | None = None  # of others, for our own kernels
     gathered: list[Gathered] | None = None  # neither they nor FlashAttention read pages
 
-    @property
-    def decodes(self) -> bool:
-        """Whether each slice is one token."""
-        return self.longest == 1
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:

@@ -342,9 +342,9 @@ class ModelRunner:
         (Daliri et al., 2024): every row is sampled as without a draft, with the noise of its position and after the
         tokens before it, and the next one counts as long as the token is the one drafted: what is emitted is the same.
         """
-        seconds = 0.0
+        heads = []
         for some in in_parts(jobs, LOGIT_ROWS, lambda job: 1 + len(job.draft)):
-            started, rows = perf_counter(), []
+            started, rows = machine.Moment(self.device), []
             for job in some:
                 job.first_row, end = len(rows), job.begin + job.span.length
                 rows += range(end - 1 - len(job.draft), end)
@@ -352,7 +352,7 @@ class ModelRunner:
             logits = self.decoder.logits(
                 hidden if every else hidden.index_select(0, torch.tensor(rows).to(self.device, non_blocking=True))
             )
-            seconds += perf_counter() - started
+            heads.append((started, machine.Moment(self.device)))
             some = [] if logits is None else [job for job in some if not job.error]
             self._judge([job for job in some if job.draft_rows], logits)
             some = [job for job in some if not job.draft_rows]
@@ -361,7 +361,7 @@ class ModelRunner:
                 together = index[-1] - index[0] == len(index) - 1  # nothing has to be copied
                 some = self._sample(some, logits[index[0] : index[-1] + 1] if together else logits[index])
             self._tick()
-        return seconds
+        return sum(started.until(done) for started, done in heads)
 
     def _judge(self, jobs: list[Job], logits: Tensor) -> None:
         """What stays of drafts that were drawn from `draft_rows`, and a token behind it (`speculation.rejection`)."""

@@ -384,6 +384,20 @@ def test_pages_are_read_where_they_are(dtype: torch.dtype, head_dim: int) -> Non
     assert by and by.kernels and gpu._is_right(by._replace(block_size=2 * by.block_size), "cuda", dtype, head_dim)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_flash_attention_reads_pages_where_our_kernels_do_not(dtype: torch.dtype, head_dim: int, monkeypatch) -> None:
+    """On Ampere and later with torch 2.13."""
+    monkeypatch.setattr(machine, "triton_kernels", lambda _: None)
+    by = gpu.reads.__wrapped__("cuda", dtype, head_dim)
+    if by is None and (torch.__version__ < "2.13" or torch.cuda.get_device_capability()[0] < 8):
+        pytest.skip("torch's FlashAttention reads no pages here")
+    assert by and by.block_size in gpu.PAGES
+    assert gpu._is_right(by._replace(block_size=2 * by.block_size), "cuda", dtype, head_dim)
+
+
 @pytest.mark.slow  # a minute where a processor has no products of bfloat16
 def test_the_benchmark_runs() -> None:
     shape = Shape(64, 96, 2, 4, ((48, 2, 5.0, 17),), vocabulary=8192, context=40, batches=(1, 3), widths=(17,))
