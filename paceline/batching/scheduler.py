@@ -281,7 +281,7 @@ class Scheduler:
             s.emits[number % self.pipeline, :count].tobytes(),
             counts[DECODES],
             shape,
-            self._predicted(shape, spent if drafts else None),
+            self._predicted(shape, counts[DECODES], spent if drafts else None),
             float(_pace_of(s, shape.tokens)),
             tuple(self.preempted),
             drafts,
@@ -289,12 +289,12 @@ class Scheduler:
         self.flying[number], self._begun[number] = batch, now
         return batch
 
-    def _predicted(self, shape: StepShape, spent: float | None) -> float | None:
+    def _predicted(self, shape: StepShape, decodes: int, spent: float | None) -> float | None:
         """Seconds of the step, if all is drafted that may be, which takes `spent`; None: nothing is drafted."""
         if self.predict is None or (spent is not None and self.lookahead is None):
             return None
         if spent is not None and self.lookahead:
-            return self.lookahead.verification(self.predict(shape), shape.tokens) + spent
+            return self.lookahead.verification(self.predict(shape), decodes, shape.tokens) + spent
         return float(_pace_of(self.state, shape.tokens)) * self.predict(shape)
 
     def complete(

@@ -32,9 +32,9 @@ class Lookahead(Protocol):
         """
         ...
 
-    def verification(self, seconds: float, tokens: int) -> float:
-        """Of a step of so many tokens with drafts, without drafting: what it should take where the profile says so many
-        seconds."""
+    def verification(self, seconds: float, sequences: int, tokens: int) -> float:
+        """Of a step of so many sequences' tokens with drafts, without drafting: what it should take where the profile
+        says so many seconds."""
         ...
 
     def forget(self, slot: int, kind: int = 0) -> None:

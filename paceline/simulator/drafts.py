@@ -33,7 +33,7 @@ from paceline.compiled import making, part
 from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_KINDS, TAG
 from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe
-from paceline.speculation.times import WIDTHS
+from paceline.speculation.times import SIZES
 
 LOW_BITS = 0xFFFFFFFF
 
@@ -62,7 +62,7 @@ class Drafts(NamedTuple):
     unread: Ints  # [groups, slots] tokens that the draft model has not read
     idle: Ints  # [groups] steps in a row in which nobody drafted
     thresholds: Floats
-    verifying: Floats  # 1 for each width: as profiles say
+    verifying: Floats  # [sequences, tokens] 1 for each size: as profiles say
     drafting: Floats  # likewise, of the first pass and others
 
 
@@ -86,7 +86,7 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.zeros(by_slot, np.int64),
         np.zeros(len(drafts), np.int64),
         THRESHOLDS,
-        np.ones(WIDTHS),
+        np.ones((SIZES, SIZES)),
         np.ones(2),
     )
 

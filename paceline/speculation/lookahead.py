@@ -46,13 +46,14 @@ from paceline.core.request import (
     UNPAID,
 )
 from paceline.latency.step_time import StepTime
-from paceline.speculation.times import Times, width_of
+from paceline.speculation.times import Times, of_sequences, of_tokens
 
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
 _ROW = types.Array(_I64, 1, "A")
 _COUNTS = _F64[:, :, ::1]
 _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=True), _F64[::1]
+_TABLE = _F64[:, ::1]
 GUESS = 0.95  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
 WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of its kind, in tries
 TRIES, FIRST, SAVES = 0.002, 5.0, 10.0  # share of the time for tries; to begin with, and at most, in steps
@@ -126,10 +127,10 @@ class Lookahead:
         self._grow(1 + int(slots.max(initial=-1)))
         observe(slots, known, drafted, emitted, self.counts, self.group, self.kinds, self.unread, self.idle)
 
-    def verification(self, seconds: float, tokens: int) -> float:
-        """Of a step of so many tokens with drafts, without drafting: what it should take where the profile says so many
-        seconds."""
-        return seconds * self.times.pace * float(self.times.verifying[width_of(tokens)])
+    def verification(self, seconds: float, sequences: int, tokens: int) -> float:
+        """Of a step of so many sequences' tokens with drafts, without drafting: what it should take where the profile
+        says so many seconds."""
+        return seconds * self.times.pace * float(self.times.verifying[of_sequences(sequences), of_tokens(tokens)])
 
     def _grow(self, slots: int) -> None:
         if slots > (now := len(self.counts)):
@@ -149,8 +150,8 @@ class Lookahead:
         self._grow(1 + int(slots.max(initial=-1)))
         unread = int(self.unread[slots[drafted > 0]].sum())
         first, further, target = expected(drafted, unread, read, *self._target, *self._draft)
-        width = len(drafted) + int(drafted.sum()) if drafted.any() else 0
-        self.times.observe((seconds - draft_seconds) / target, width, draft_seconds, first, further)
+        tokens = len(drafted) + int(drafted.sum()) if drafted.any() else 0
+        self.times.observe((seconds - draft_seconds) / target, len(drafted), tokens, draft_seconds, first, further)
         self.spare = min(self.spare + TRIES * seconds, SAVES * seconds) if self._begun else FIRST * seconds
         self._begun = True
 
@@ -189,7 +190,7 @@ def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[
         decodes += 1
         read += row[COMPUTED]
         alive, believed, kind = 1.0, GUESS, group[kinds[slot]]
-        most = min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1, 1 + row[KNOWN] - row[ASKED])
+        most = min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1, 4 * (row[KNOWN] - row[ASKED]) - 3)
         for j in range(max(0, most)):
             believed = (kind[0, j] + GROUP_WEIGHT * believed) / (kind[1, j] + GROUP_WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
@@ -216,7 +217,7 @@ def _least_unread(survival, running, unread):  # type: ignore[no-untyped-def]
 @njit(
     types.UniTuple(_F64, 8)(
         _F64[:, ::1], _I64, _I64, _I64[:, ::1], _INTS, _INTS, _I64, _I64, _F64, _FLOATS, _F64, _F64, _FLOATS, _F64,
-        _F64, _FLOATS, _FLOATS, _FLOATS,
+        _F64, _TABLE, _FLOATS, _FLOATS,
     ),
     cache=True,
 )  # fmt: skip
@@ -258,7 +259,7 @@ def _best(  # type: ignore[no-untyped-def]
             once = slower[0] * _reading(draft_linear, passes[0], late)
             share = slower[0] * _reading(draft_linear, passes[0], passes[0] + late) * owed / max(passes[0] + late, 1)
             whole = _seconds(linear, token, context, width, read + draft_read * AGAIN / 100)
-            slowed = verifying[width_of(width)] if width > decodes else 1.0
+            slowed = verifying[of_sequences(decodes), of_tokens(width)] if width > decodes else 1.0
             took = seconds + once + whole * slowed
             if width == decodes:
                 goal = goal if took <= goal else np.inf  # where it is missed without drafts, they do no harm
@@ -278,7 +279,7 @@ def _best(  # type: ignore[no-untyped-def]
                 best, threshold, depth, drafting, best_s, late_s = rate, least, deepest, seconds + once, whole, once
             trial += 1
             deepest += turn == 1
-        if best <= plain:
+        if turn == 1 and best <= plain:
             break  # nobody drafts, but to try
     return plain, plain_s, best, best_s, late_s, drafting, threshold, float(depth)
 
@@ -286,7 +287,7 @@ def _best(  # type: ignore[no-untyped-def]
 @njit(
     types.UniTuple(_F64, 2)(
         _I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
-        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _FLOATS, _INTS,
+        _FLOATS, _F64, _F64, _TABLE, _FLOATS, _FLOATS, _INTS,
     ),
     cache=True,
 )  # fmt: skip

@@ -2,11 +2,11 @@
 
 Some factors: what all steps take over their profiles, which changes often, as machines do; and relative to it what
 drafting takes, what its first pass takes over the others (it pays for what is done once a step), and what steps with
-drafts take in the target, in all and by their width: these hardly change. Where all steps have drafts, nobody can tell
-the first from the others. A Kalman filter (Kalman, 1960) over their logarithms keeps account of what is known: each
-wanders about 0, a step's is the sum of one to three of them, but for noise, which is learnt as well. (Several passes
-are a sum of two products, which is taken for its tangent.) Steps that take far longer than believed count as if they
-took somewhat longer: somebody else had the processor.
+drafts take in the target, in all, by their sequences and by their tokens: these hardly change. Where all steps have
+drafts, nobody can tell the first from the others. A Kalman filter (Kalman, 1960) over their logarithms keeps account of
+what is known: each wanders about 0, a step's is the sum of one to four of them, but for noise, which is learnt as well.
+(Several passes are a sum of two products, which is taken for its tangent.) Steps that take far longer than believed
+count as if they took somewhat longer: somebody else had the processor.
 """
 
 import math
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _F64, _FLOATS = types.float64, types.float64[::1]
-WIDTHS = 5  # of steps with drafts: up to 4 tokens, 8, 16, 32, and more
+SIZES = 6  # of steps with drafts, in sequences: 1, 2, up to 4, 8, 16, and more; in tokens, twice as many
 # how far the logarithms wander, and the share of it that a step's wandering makes it forget
-FAR = np.array([0.5, 0.4, 0.15, *WIDTHS * [0.15], 0.3])
+FAR = np.array([0.5, 0.4, 0.15, *2 * SIZES * [0.12], 0.3])
 FAST = np.array([2e-3, *(len(FAR) - 1) * [2e-4]])
 ALL = len(FAR)
 NOISE, LEARNS = 0.1, 0.02  # of a step's logarithm, as is believed beforehand; share of the newest step in what is known
@@ -43,18 +43,21 @@ class Times:
 
     @property
     def verifying(self) -> Floats:
-        """Likewise of the target in steps with drafts, by width (`width_of`)."""
-        return np.exp(self.mean[2] + self.mean[3:])
+        """Likewise of the target in steps with drafts, by sequences and tokens (`of_sequences`, `of_tokens`)."""
+        sequences, tokens = self.mean[3 : 3 + SIZES], self.mean[3 + SIZES : -1]
+        return np.exp(self.mean[2] + sequences[:, None] + tokens)
 
-    def observe(self, target: float, width: int, drafting: float, first: float, further: float) -> None:
-        """What a step took over its profile in the target, with drafts and so many tokens (0: without any).
+    def observe(
+        self, target: float, sequences: int, tokens: int, drafting: float, first: float, further: float
+    ) -> None:  # fmt: skip
+        """What a step of so many sequences took over its profile in the target, with so many tokens (0: no drafts).
 
         `drafting`: its seconds (0: nobody knows), where profiles say `first` in the first pass and `further` after it.
         """
         weights = np.zeros(ALL)
         weights[0] = 1.0
-        if width:
-            weights[2] = weights[3 + width_of(width)] = 1.0
+        if tokens:
+            weights[2] = weights[3 + of_sequences(sequences)] = weights[3 + SIZES + of_tokens(tokens)] = 1.0
         learn(self.mean, self.covariance, self.noise, math.log(max(target, 1e-9)), weights, 0)
         if drafting > 0 and first > 0:
             own = first * math.exp(self.mean[-1])
@@ -67,11 +70,16 @@ class Times:
 
 
 @njit(types.int64(types.int64), cache=True)
-def width_of(tokens):  # type: ignore[no-untyped-def]
-    width = 0
-    while width < WIDTHS - 1 and tokens > 4 << width:
-        width += 1
-    return width
+def of_sequences(count):  # type: ignore[no-untyped-def]
+    size = 0
+    while size < SIZES - 1 and count > 1 << size:
+        size += 1
+    return size
+
+
+@njit(types.int64(types.int64), cache=True)
+def of_tokens(count):  # type: ignore[no-untyped-def]
+    return of_sequences((count + 1) // 2)
 
 
 @njit(types.void(_FLOATS, _F64[:, ::1], _FLOATS, _F64, _FLOATS, types.int64), cache=True)

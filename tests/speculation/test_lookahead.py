@@ -130,6 +130,22 @@ def test_what_a_request_allows_and_may_still_come_are_limits():
     assert lookahead.choose(numbers, drafts, slots, 0, 512)[0][:3].tolist() == [2, 1, 0]
 
 
+def test_first_drafts_are_short():
+    numbers, drafts, slots = sequences(1)
+    lookahead = taught(Lookahead(FLAT, None), 0.99)
+    lengths = []
+    for yielded in range(1, 6):
+        numbers[0, ASKED] = numbers[0, KNOWN] - yielded
+        lengths.append(int(lookahead.choose(numbers, drafts, slots, 0, 512)[0][0]))
+    assert lengths == [1, 5, 9, 13, MAX_DRAFT_TOKENS]
+
+
+def test_short_drafts_are_found_where_long_ones_of_equal_tokens_never_pay():
+    """A second token each makes the step twice as long, and is as likely as the first."""
+    steps = Costs([*[1.0] * 9, *[2.0 + n for n in range(600)]])
+    assert chosen(taught(Lookahead(steps, Costs([0.3] * 600)), *4 * [0.97]), 4) == 4 * [1]
+
+
 @pytest.mark.parametrize(("acceptance", "pays"), [(0.95, True), (0.3, False)])
 def test_a_drafter_that_nobody_tried_is_tried_where_only_a_very_good_one_pays(acceptance, pays):
     """One token for each of 8 needs 78 % here to be worth its time."""
@@ -174,13 +190,13 @@ def test_what_drafting_really_takes_is_learnt():
         observe_times(lookahead, 0, seconds=1.0)
     first, further = 0.02 * lookahead.times.drafting  # of passes: of one depth all that is known is their sum
     assert first + (before - 1) * further == pytest.approx(0.5 * before, rel=0.05)
-    assert lookahead.verification(1.0, 1 + before) == pytest.approx(1, rel=0.05)
+    assert lookahead.verification(1.0, 1, 1 + before) == pytest.approx(1, rel=0.05)
     assert chosen(lookahead, 1)[0] <= 2 < before
     for _ in range(300):  # verdicts as long as a step
         for drafted in (2, 5, 12):
             observe_times(lookahead, drafted, seconds=2.0 + 0.5 * drafted, draft_seconds=0.5 * drafted)
             observe_times(lookahead, 0, seconds=1.0)
-    assert lookahead.verification(1.0, 3) == pytest.approx(2, rel=0.1)
+    assert lookahead.verification(1.0, 1, 3) == pytest.approx(2, rel=0.1)
     assert lookahead.times.pace == pytest.approx(1, rel=0.1)
     lookahead.spare = 0.0
     assert chosen(lookahead, 1) == [0]
@@ -253,7 +269,18 @@ def test_what_steps_of_one_width_take_says_less_of_others():
     assert np.mean(np.array(lengths[100:]) == 4) > 0.95
     for _ in range(50):
         lookahead.observe_times(slots, np.full(8, 1, np.uint8), 0, 1.51, 0.01)
-    assert lookahead.verification(1.0, 16) / lookahead.verification(1.0, 40) == pytest.approx(1.5, rel=0.1)
+    assert lookahead.verification(1.0, 8, 16) / lookahead.verification(1.0, 8, 40) == pytest.approx(1.5, rel=0.1)
+
+
+def test_what_steps_of_some_sequences_take_says_less_of_others():
+    """Of sixteen tokens: four sequences' take what the profile says, eight sequences' a third longer."""
+    lookahead = Lookahead(FLAT, Costs([0.01] * 600))
+    for count, seconds in [(4, 1.0), (8, 1.33)]:
+        for _ in range(100):
+            lookahead.observe_times(np.arange(count), np.zeros(count, np.uint8), 0, 1.0, 0.0)
+            lookahead.observe_times(np.arange(count), np.full(count, 16 // count - 1, np.uint8), 0, seconds, 0.0)
+    assert lookahead.verification(1.0, 8, 16) == pytest.approx(1.33, rel=0.05)
+    assert lookahead.verification(1.0, 4, 16) == pytest.approx(1.0, rel=0.05)
 
 
 def test_tries_take_a_small_share_of_the_time():
