@@ -116,9 +116,9 @@ def draft(d: Drafts, g: int, s: State) -> None:
     if s.now[DRAFTING] > 0 and s.limits[ADAPTIVE] > 0:
         own, budget = d.ends[2 * g], s.limits[TOKEN_BUDGET]
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
-        s.factors[SPENT], _ = choose(
+        s.factors[SPENT], _, _ = choose(
             s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.kinds[g], d.unread[g],
-            pending(s, budget, False), budget, goal_of_step(s), 0.0, d.linear[own:middle], d.more[2 * g, 0],
+            pending(s, budget, False), budget, goal_of_step(s), 0.0, 0.0, d.linear[own:middle], d.more[2 * g, 0],
             d.more[2 * g, 1], d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying,
             d.drafting, d.thresholds, s.chosen,
         )  # fmt: skip

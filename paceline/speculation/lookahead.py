@@ -13,13 +13,14 @@ is forgotten, too, and so is tried again now and then. Times come from profiles 
 steps differ from them is learnt as well (`times`): drafting and verifying take more than two models alone (each finds
 the caches full of the other's weights, and there are verdicts to be made), and without that a draft that seems worth it
 makes things slower. It is learnt from steps with drafts next to steps without any. So what seems slower of both is
-tried, too, as often as a small share of the time pays for it: the closer they are the more often. A draft model that
-has not drafted has to catch up first. That is an investment: it counts by the share that this step's tokens have in
-those that are to come, in full in what a try costs and in the seconds within a goal. Prompts it follows while somebody
-drafts, and else seldom (`follows`). Drafts that are kept whole leave their last token to be read in the next step.
+tried, too, as often as a small share of the time pays for it: the closer they are the more often. So is the best step
+of another width, whose times are not seen where one width always seems best. A draft model that has not drafted has to
+catch up first. That is an investment: it counts by the share that this step's tokens have in those that are to come, in
+full in what a try costs and in the seconds within a goal. Prompts it follows while somebody drafts, and else seldom
+(`follows`). Drafts that are kept whole leave their last token to be read in the next step.
 
-No draft is longer than what its sequence has yielded and one more: a first token is not followed by a long step, and
-drafts that are no good show while they are short.
+A sequence's first draft is one token, those behind it may be longer by four for each token yielded: no long step
+follows a first token, and drafts that are no good show while they are short.
 """
 
 import math
@@ -46,7 +47,7 @@ from paceline.core.request import (
     UNPAID,
 )
 from paceline.latency.step_time import StepTime
-from paceline.speculation.times import Times, of_sequences, of_tokens
+from paceline.speculation.times import SIZES, Times, of_sequences, of_tokens
 
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
@@ -56,7 +57,8 @@ _INTS, _BYTES, _FLOATS = _I64[::1], types.Array(types.uint8, 1, "C", readonly=Tr
 _TABLE = _F64[:, ::1]
 GUESS = 0.95  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
 WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of its kind, in tries
-TRIES, FIRST, SAVES = 0.002, 5.0, 10.0  # share of the time for tries; to begin with, and at most, in steps
+# share of the time for tries of drafts or none, and of other widths; to begin with, and at most, in steps
+TRIES, FIRST, SAVES = np.array([0.002, 0.001]), 5.0, 10.0
 ANSWER = 64  # tokens that a sequence is expected to yield in any case
 KEEPS, IDLE_KEEPS = 0.97, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.999  # of the group's, with every step
@@ -88,7 +90,7 @@ class Lookahead:
         """`draft`: None where drafting costs nothing to speak of (n-grams)."""
         self._target, self._draft = _array(target), _array(draft or Costs([0.0]))
         self.times = Times()
-        self.spare = 0.0  # seconds that tries may cost
+        self.spare = np.zeros(2)  # seconds that tries may cost
         self._begun = False
         self.group = np.zeros((NUM_KINDS, 2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
         self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
@@ -113,12 +115,12 @@ class Lookahead:
         """
         self._grow(len(numbers))
         pace = self.times.pace
-        seconds, cost = choose(
+        seconds, *costs = choose(
             numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget, goal / pace,
-            self.spare / pace, *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
+            *(self.spare / pace), *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
             self._chosen,
         )  # fmt: skip
-        self.spare -= cost * pace
+        self.spare -= np.array(costs) * pace
         return self._chosen, seconds * pace
 
     def observe(self, slots: Ints, known: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
@@ -152,7 +154,8 @@ class Lookahead:
         first, further, target = expected(drafted, unread, read, *self._target, *self._draft)
         tokens = len(drafted) + int(drafted.sum()) if drafted.any() else 0
         self.times.observe((seconds - draft_seconds) / target, len(drafted), tokens, draft_seconds, first, further)
-        self.spare = min(self.spare + TRIES * seconds, SAVES * seconds) if self._begun else FIRST * seconds
+        most = (SAVES if self._begun else FIRST) * seconds
+        self.spare = np.minimum(self.spare + (TRIES * seconds if self._begun else most), most)
         self._begun = True
 
 
@@ -214,22 +217,26 @@ def _least_unread(survival, running, unread):  # type: ignore[no-untyped-def]
     return only
 
 
+# what is found of each width (`of_tokens`): tokens a second, seconds, how likely tokens must be to survive and how deep
+# drafts may be (a pass more for all), seconds of drafting and of catching up
+RATE, SECONDS, LEAST, DEPTH, DRAFTING, LATE, FOUND = range(7)
+
+
 @njit(
-    types.UniTuple(_F64, 8)(
+    types.UniTuple(_F64, 2)(
         _F64[:, ::1], _I64, _I64, _I64[:, ::1], _INTS, _INTS, _I64, _I64, _F64, _FLOATS, _F64, _F64, _FLOATS, _F64,
-        _F64, _TABLE, _FLOATS, _FLOATS,
+        _F64, _TABLE, _FLOATS, _FLOATS, _TABLE,
     ),
     cache=True,
 )  # fmt: skip
 def _best(  # type: ignore[no-untyped-def]
     survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context, draft_linear,
-    draft_token, draft_context, verifying, slower, thresholds,
+    draft_token, draft_context, verifying, slower, thresholds, found,
 ):  # fmt: skip
-    """The step without drafts, its tokens a second and its seconds, and the best with some: likewise, its seconds of
-    catching up and of drafting, how likely tokens must be to survive, and how deep drafts may be (a pass more for all).
-    """
-    best, threshold, depth, drafting, best_s, late_s = 0.0, 2.0, MAX_DRAFT_TOKENS, 0.0, 0.0, 0.0
+    """The step without drafts, its tokens a second and its seconds; the best ones with some are `found`."""
+    best, threshold, depth = 0.0, 2.0, MAX_DRAFT_TOKENS
     plain = 0.0  # tokens a second without any
+    found[:] = 0.0
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     for turn in range(3):
         trial, deepest = 0, 1 if turn == 1 else depth
@@ -273,28 +280,42 @@ def _best(  # type: ignore[no-untyped-def]
                 whole += _seconds(linear, 0.0, 0.0, width + chunk, 0) - _seconds(linear, 0.0, 0.0, width, 0)
             whole = seconds + share + whole * slowed
             rate = (decodes + gained + chunk) / whole if whole > 0 else 0.0
+            one = found[of_tokens(width)]
             if width == decodes:
                 plain, plain_s = rate, whole
-            elif rate > best:
-                best, threshold, depth, drafting, best_s, late_s = rate, least, deepest, seconds + once, whole, once
+            elif rate > one[RATE]:
+                one[RATE], one[SECONDS], one[LEAST], one[DEPTH] = rate, whole, least, deepest
+                one[DRAFTING], one[LATE] = seconds + once, once
+            if width > decodes and rate > best:
+                best, threshold, depth = rate, least, deepest
             trial += 1
             deepest += turn == 1
         if turn == 1 and best <= plain:
             break  # nobody drafts, but to try
-    return plain, plain_s, best, best_s, late_s, drafting, threshold, float(depth)
+    return plain, plain_s
+
+
+@njit(types.void(_FLOATS, _F64[:, ::1], _INTS, _INTS), cache=True)
+def _take(one, survival, running, chosen):  # type: ignore[no-untyped-def]
+    for i in range(running.shape[0]):
+        for j in range(int(one[DEPTH])):
+            if survival[i, j] < one[LEAST]:
+                break
+            chosen[running[i]] = j + 1
 
 
 @njit(
-    types.UniTuple(_F64, 2)(
-        _I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _I64, _I64, _F64, _F64, _FLOATS, _F64, _F64,
+    types.UniTuple(_F64, 3)(
+        _I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _I64, _I64, _F64, _F64, _F64, _FLOATS, _F64, _F64,
         _FLOATS, _F64, _F64, _TABLE, _FLOATS, _FLOATS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
 def choose(  # type: ignore[no-untyped-def]
-    numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, linear, token, context,
-    draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen,
+    numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, for_widths, linear, token,
+    context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen,
 ):  # fmt: skip
+    """Seconds of drafting, and what it costs if this is a try: of drafts or none, and of another width."""
     survival, decodes, read = _survivals(numbers, drafts, running, counts, group, kinds)
     # within a goal nobody drafts whose draft model cannot catch up in time
     plain_s, caught_up = _seconds(linear, token, context, decodes, read), 0
@@ -311,38 +332,45 @@ def choose(  # type: ignore[no-untyped-def]
                 numbers[slot, HELD_BACK] = BY_TIME
             else:
                 caught_up = some
-    plain, plain_s, best, best_s, late_s, drafting, threshold, depth = _best(
+    found = np.zeros((SIZES, FOUND))
+    plain, plain_s = _best(
         survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context, draft_linear,
-        draft_token, draft_context, verifying, slower, thresholds,
+        draft_token, draft_context, verifying, slower, thresholds, found,
     )  # fmt: skip
-    if best == 0:  # not even the first token of one draft is within all limits
+    best = found[found[:, RATE].argmax()]
+    if best[RATE] == 0:  # not even the first token of one draft is within all limits
         for i in range(running.shape[0]):
             if survival[i, 0] > 0:
                 numbers[running[i], HELD_BACK] = BY_TIME if plain_s <= goal and decodes < budget else BY_BUDGET
+        return 0.0, 0.0, 0.0
     # what seems worse is tried where that costs no more than may be spent on it
-    drafts_pay, cost = best > plain, 0.0
-    if best > 0:
-        cost = plain_s * (1 - plain / best) if drafts_pay else best_s * (1 - best / plain) + late_s
-    if not drafts_pay and cost > spare > 0:  # perhaps with one sequence, which has little to catch up with
+    if best[RATE] > plain:
+        cost = plain_s * (1 - plain / best[RATE])
+        if cost <= spare:
+            return 0.0, cost, 0.0
+        cost, rate = 0.0, best[RATE]
+        second = found[np.where(found[:, RATE] < rate, found[:, RATE], 0.0).argmax()]
+        if second[RATE] > 0 and second[SECONDS] * (1 - second[RATE] / rate) + second[LATE] <= for_widths:
+            best, cost = second, second[SECONDS] * (1 - second[RATE] / rate) + second[LATE]
+        _take(best, survival, running, chosen)
+        return best[DRAFTING], 0.0, cost
+    cost = best[SECONDS] * (1 - best[RATE] / plain) + best[LATE]
+    if cost > spare > 0:  # perhaps with one sequence, which has little to catch up with
         only = _least_unread(survival, running, unread)
         if slower[0] * _seconds(draft_linear, draft_token, 0.0, unread[running[only]], 0) < spare:
             for i in range(running.shape[0]):
                 if i != only:
                     survival[i] = 0.0
-            _, _, best, best_s, late_s, drafting, threshold, depth = _best(
+            _best(
                 survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context,
-                draft_linear, draft_token, draft_context, verifying, slower, thresholds,
+                draft_linear, draft_token, draft_context, verifying, slower, thresholds, found,
             )  # fmt: skip
-            cost = best_s * (1 - best / plain) + late_s
-    tries = best > 0 and cost <= spare
-    if drafts_pay == tries:
-        threshold, drafting = 2.0, 0.0
-    for i in range(running.shape[0]):
-        for j in range(int(depth)):
-            if survival[i, j] < threshold:
-                break
-            chosen[running[i]] = j + 1
-    return drafting, cost if tries else 0.0
+            best = found[found[:, RATE].argmax()]
+            cost = best[SECONDS] * (1 - best[RATE] / plain) + best[LATE]
+    if best[RATE] == 0 or cost > spare:
+        return 0.0, 0.0, 0.0
+    _take(best, survival, running, chosen)
+    return best[DRAFTING], cost, 0.0
 
 
 @njit(types.UniTuple(_F64, 3)(_BYTES, _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)

@@ -6,7 +6,7 @@ drafts take in the target, in all, by their sequences and by their tokens: these
 drafts, nobody can tell the first from the others. A Kalman filter (Kalman, 1960) over their logarithms keeps account of
 what is known: each wanders about 0, a step's is the sum of one to four of them, but for noise, which is learnt as well.
 (Several passes are a sum of two products, which is taken for its tangent.) Steps that take far longer than believed
-count as if they took somewhat longer: somebody else had the processor.
+say little: somebody else had the processor.
 """
 
 import math
@@ -98,9 +98,8 @@ def learn(mean, covariance, noise, seen, weights, of):  # type: ignore[no-untype
     for i in range(ALL):
         variance += weights[i] * shared[i]
         surprise -= weights[i] * mean[i]
-    most = OUTLIER * math.sqrt(variance)
-    surprise = min(max(surprise, -most), most)
-    noise[of] = max(1e-6, noise[of] + LEARNS * (surprise**2 - variance))
+    noise[of] = max(1e-6, noise[of] + LEARNS * (min(surprise**2, OUTLIER**2 * variance) - variance))
+    variance = max(variance, (surprise / OUTLIER) ** 2)  # as noisy as it would have to be to be no outlier
     for i in range(ALL):
         mean[i] += shared[i] / variance * surprise
         for j in range(ALL):
