@@ -44,6 +44,7 @@ FEATURES = set(_features.split(","))
 HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
 HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
 HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
+HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES  # products of pairs of bfloat16, at twice the rate of floats
 HAS_TILES = HAS_AVX512 or HAS_AVX2
 
 VECTOR_BYTES, REGISTER, NUM_REGISTERS = (64, "zmm", 32) if HAS_AVX512 else (32, "ymm", 16)
@@ -93,7 +94,7 @@ def _float_of_bits(context, bits):
 # The tile
 
 
-def _assembly(rows: int, columns: int, integer: bool, across: bool) -> str:
+def _assembly(rows: int, columns: int, integer: bool, across: bool, bf16: bool) -> str:
     """A tile: the sums of a row are in registers side by side, a step's weights behind all sums, then activations."""
     a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
     four, eight, three, place = SCRATCH  # a four and eight rows on, three strides, where a row of sums is in memory
@@ -124,7 +125,8 @@ def _assembly(rows: int, columns: int, integer: bool, across: bool) -> str:
                 product = one if part == parts[-1] else register(spread + 1)
                 lines += [f"vpmaddwd {weight}, {one}, {product}", f"vpaddd {product}, {total}, {total}"]
             else:
-                first, second, multiply = (weight, one, "vpdpbusd") if integer else (one, weight, "vfmadd231ps")
+                multiply = "vpdpbusd" if integer else "vdpbf16ps" if bf16 else "vfmadd231ps"
+                first, second = (weight, one) if integer else (one, weight)
                 lines.append(f"{multiply} {first}, {second}, {total}")
         return lines
 
@@ -152,13 +154,14 @@ def _assembly(rows: int, columns: int, integer: bool, across: bool) -> str:
     return "\n".join([*lines, *sums("vmovups {1}, {0}")]).replace("{{1to16}}", "{1to16}")
 
 
-def _tile_of(integer: bool = False, across: bool = False):
+def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
     """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
 
     Addresses and strides in bytes; 1 to ROWS rows, `steps` is even. Floats, or for `integer` 4 numbers of `a` from 1 to
     255, of BYTE bytes each, and 4 signed bytes of every column of `w` a step, summed in int32: with VNNI a column's
-    four together, else two of every column and then the next two. `across`: a is [steps, rows] in memory. Every step
-    fetches two lines at `ahead`, which then moves on by `gap`.
+    four together, else two of every column and then the next two. For `bf16` two bfloat16 of each a step, summed in
+    float32. `across`: a is [steps, rows] in memory. Every step fetches two lines at `ahead`, which then moves on by
+    `gap`.
     """
     long = ir.IntType(64)
     changed = [f"={{{register[1:]}}}" for register in REGISTERS]
@@ -173,12 +176,12 @@ def _tile_of(integer: bool = False, across: bool = False):
             done = builder.append_basic_block("done")
             choice = builder.switch(arguments[0], done)
             # without such registers nobody calls it, and the assembler refuses it
-            for count in range(1, ROWS + 1) if HAS_TILES else ():
+            for count in range(1, ROWS + 1) if HAS_BF16 or HAS_TILES and not bf16 else ():
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(long(count), block)
                 builder.position_at_end(block)
                 columns = COLUMNS if count <= ALL_COLUMNS else COLUMNS // 2
-                form = ir.InlineAsm(function, _assembly(count, columns, integer, across), constraint, True)
+                form = ir.InlineAsm(function, _assembly(count, columns, integer, across, bf16), constraint, True)
                 after = builder.call(form, arguments[1:])
                 if columns < COLUMNS:  # then the other half, which goes on with what is fetched
                     others = list(arguments[1:])
@@ -197,6 +200,7 @@ def _tile_of(integer: bool = False, across: bool = False):
 
 _float_tile, _across_tile = _tile_of(), _tile_of(across=True)
 _byte_tile = _tile_of(integer=True)
+_bf16_tile, _bf16_across_tile = _tile_of(bf16=True), _tile_of(across=True, bf16=True)
 
 
 # Each compiled once: what they are used in would hold a copy.
@@ -217,6 +221,16 @@ def _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     _byte_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
 
+@njit(types.void(*[I64] * 10), **OPTIONS)
+def _bf16_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    _bf16_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@njit(types.void(*[I64] * 10), **OPTIONS)
+def _bf16_across_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    _bf16_across_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
 @njit(I64(I64), inline="always", **OPTIONS)
 def _height(left):
     """Of the next tile, with so many rows left: all are about equal, since a low one takes as long as one of 6."""
@@ -230,23 +244,32 @@ def _block(rows):
     return ((rows + parts - 1) // parts + TALL - 1) // TALL * TALL
 
 
-@njit(types.void(*[I64] * 8), **OPTIONS)
-def _product(rows, a, a_stride, w, w_stride, steps, c, c_stride):
-    """c[rows, 32] += a[rows, steps] w[steps, 32] of floats that are in a cache: nothing has to be fetched ahead."""
+@njit(types.void(I64, *[I64] * 8), **OPTIONS)
+def _product(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
+    """c[rows, 32] += a[rows, steps] w[steps, 32] of floats that are in a cache: nothing has to be fetched ahead.
+
+    `bf16`: two bfloat16 of each a step.
+    """
     row = 0
     while row < rows:
-        height = _height(rows - row)
-        _float_rows(height, a + row * a_stride, a_stride, w, w_stride, steps, c + row * c_stride, c_stride, w, 0)
+        height, left, sums = _height(rows - row), a + row * a_stride, c + row * c_stride
+        if bf16:
+            _bf16_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
+        else:
+            _float_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
         row += height
 
 
-@njit(types.void(*[I64] * 8), **OPTIONS)
-def _product_across(rows, a, a_stride, w, w_stride, steps, c, c_stride):
+@njit(types.void(I64, *[I64] * 8), **OPTIONS)
+def _product_across(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
     """The same with a [steps, rows]."""
     row = 0
     while row < rows:
-        height = _height(rows - row)
-        _across_rows(height, a + row * 4, a_stride, w, w_stride, steps, c + row * c_stride, c_stride, w, 0)
+        height, left, sums = _height(rows - row), a + row * 4, c + row * c_stride
+        if bf16:
+            _bf16_across_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
+        else:
+            _across_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
         row += height
 
 
@@ -366,12 +389,34 @@ def _load_halves(builder, address, mask):
 
 def _store_halves(builder, value, address, mask):
     """As `_store_some`, rounded to half precision."""
-    bits = builder.bitcast(builder.fptrunc(value, HALVES), SHORTS)
+    _store_shorts(builder, builder.bitcast(builder.fptrunc(value, HALVES), SHORTS), address, mask)
+
+
+def _store_bf16(builder, value, address, mask):
+    """As `_store_some`, rounded to bfloat16."""
+    _store_shorts(builder, _bf16(builder, value), address, mask)
+
+
+def _store_shorts(builder, bits, address, mask):
     place, name = _at(builder, address, 0, SHORTS), "llvm.masked.store.v16i16.p0"
     if mask is None:
         builder.store(bits, place, align=2)
     else:
         _call(builder, name, ir.VoidType(), bits, place, ir.IntType(32)(2), mask)
+
+
+def _bf16(builder, value):
+    """The bits of 16 floats, rounded to bfloat16. Without such instructions nobody uses it."""
+    if not HAS_BF16:
+        return ir.Constant(SHORTS, None)
+    kind = ir.FunctionType(SHORTS, [VECTOR])
+    return builder.call(ir.InlineAsm(kind, "vcvtneps2bf16 $1, $0", "=v,v", False), [value])
+
+
+def _pair(builder, low, high):
+    """16 times two floats as bfloat16, in 32 bits."""
+    bits = [builder.zext(_bf16(builder, one), WHOLE) for one in (low, high)]
+    return builder.bitcast(builder.or_(bits[0], builder.shl(bits[1], _all16(16, WHOLE))), VECTOR)
 
 
 def _loop(builder, count, firsts, turn):
@@ -471,6 +516,20 @@ def _converts(load, store, source_bytes, target_bytes):
 
 _narrow = _converts(_load_some, _store_halves, 4, 2)
 _widen = _converts(_load_halves, _store_some, 2, 4)
+_halves_to_bf16 = _converts(_load_halves, _store_bf16, 2, 2)
+
+
+@_by_hand(I64, I64, I64, I64)
+def _pair_up(builder, target, first, second, count):
+    """Half-precision numbers, two and two from both places, as bfloat16."""
+
+    def some(i, left, nothing):
+        at, mask = builder.shl(i, LONG(5)), _mask(builder, left)
+        both = [_load_halves(builder, builder.add(place, at), mask) for place in (first, second)]
+        _store_some(builder, _pair(builder, *both), builder.add(target, builder.shl(i, LONG(6))), mask)
+        return []
+
+    _over(builder, count, 16, [], some)
 
 
 @njit(types.void(I64, I64, I64, I64), inline="always", **OPTIONS)
@@ -558,37 +617,47 @@ def _fetch_to_write(builder, address):
     _fetch_line(builder, address, 1, 1)
 
 
-@_by_hand(*[I64] * 5)
-def _soften(builder, scores, count, peaks, totals, shrink):
-    """Online softmax of 32 queries over scores [count, 32], which become weights.
+def _softens(lines: int):
+    """soften(scores, count, peaks, totals, shrink): online softmax of 32 queries over scores [count, 32].
 
-    peaks[0:32] and totals[0:32] are of what came before, then with these; what came before shrinks by shrink[0:32].
+    They become weights: a line of floats for each, or one of pairs of bfloat16 for two `lines`. peaks[0:32] and
+    totals[0:32] are of what came before, then with these; what came before shrinks by shrink[0:32].
     """
-    halves = 0, 64
 
-    def larger(row, values):
-        line = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
-        new = [_load(builder, line, half) for half in halves]
-        return [_larger(builder, score, value) for score, value in zip(new, values, strict=True)]
+    @_by_hand(*[I64] * 5)
+    def soften(builder, scores, count, peaks, totals, shrink):
+        halves = 0, 64
 
-    def weigh(row, sums):
-        line, after = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4))), []
-        for half, level, total in zip(halves, levels, sums, strict=True):
-            weight = _exp16(builder, builder.fsub(_load(builder, line, half), level))  # 0 of -inf
-            _store(builder, weight, line, half)
-            after.append(builder.fadd(total, weight))
-        return after
+        def larger(row, values):
+            line = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
+            new = [_load(builder, line, half) for half in halves]
+            return [_larger(builder, score, value) for score, value in zip(new, values, strict=True)]
 
-    before = [_load(builder, peaks, half) for half in halves]
-    tops = _loop(builder, count, before, larger)
-    endless = [builder.fcmp_ordered("==", top, _all16(float("-inf"))) for top in tops]
-    levels = [builder.select(none, _all16(0.0), top) for none, top in zip(endless, tops, strict=True)]
-    factors = [_exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
-    kept = [builder.fmul(_load(builder, totals, half), factors[i]) for i, half in enumerate(halves)]
-    sums = _loop(builder, count, kept, weigh)
-    for values, place in ((tops, peaks), (sums, totals), (factors, shrink)):
-        for half, value in zip(halves, values, strict=True):
-            _store(builder, value, place, half)
+        def weigh(row, sums):
+            line, after = builder.add(scores, builder.mul(row, LONG(lines * COLUMNS * 4))), []
+            target = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
+            for half, level, total in zip(halves, levels, sums, strict=True):
+                scored = [_load(builder, line, COLUMNS * 4 * i + half) for i in range(lines)]
+                weights = [_exp16(builder, builder.fsub(score, level)) for score in scored]  # 0 of -inf
+                _store(builder, _pair(builder, *weights) if lines == 2 else weights[0], target, half)
+                after.append(functools.reduce(builder.fadd, weights, total))
+            return after
+
+        before = [_load(builder, peaks, half) for half in halves]
+        tops = _loop(builder, count, before, larger)
+        endless = [builder.fcmp_ordered("==", top, _all16(float("-inf"))) for top in tops]
+        levels = [builder.select(none, _all16(0.0), top) for none, top in zip(endless, tops, strict=True)]
+        factors = [_exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
+        kept = [builder.fmul(_load(builder, totals, half), factors[i]) for i, half in enumerate(halves)]
+        sums = _loop(builder, builder.lshr(count, LONG(lines - 1)), kept, weigh)
+        for values, place in ((tops, peaks), (sums, totals), (factors, shrink)):
+            for half, value in zip(halves, values, strict=True):
+                _store(builder, value, place, half)
+
+    return soften
+
+
+_soften, _soften_pairs = _softens(1), _softens(2)
 
 
 def _larger(builder, new, old):
@@ -1118,16 +1187,26 @@ def _exchange(builder, rows):
             rows[i], rows[i | bit] = (_pick(builder, *pair, (lanes & ~bit | own) + other) for own in (0, bit))
 
 
-@_by_hand(I64, I64, F32, I64)
-def _transpose16(builder, sources, offset, scale, target):
-    """16 numbers at each of the 16 addresses `sources` + offset, times scale, become columns of target [16, 32]."""
-    every, rows = _spread(builder, scale), []
-    for i in range(16):
-        source = builder.add(_load(builder, sources, 8 * i, LONG), offset)
-        rows.append(builder.fmul(_load(builder, source), every))
-    _exchange(builder, rows)
-    for i, row in enumerate(rows):
-        _store(builder, row, target, 4 * COLUMNS * i)
+def _transposes(bf16: bool):
+    """transpose(sources, offset, scale, target): 16 numbers at each of the 16 addresses `sources` + offset, times
+    scale, become columns of target [16, 32]; [8, 32] pairs where they are `bf16`."""
+
+    @_by_hand(I64, I64, F32, I64)
+    def transpose(builder, sources, offset, scale, target):
+        every, rows = _spread(builder, scale), []
+        for i in range(16):
+            source = builder.add(_load(builder, sources, 8 * i, LONG), offset)
+            rows.append(builder.fmul(_load(builder, source), every))
+        _exchange(builder, rows)
+        if bf16:
+            rows = [_pair(builder, *both) for both in zip(rows[::2], rows[1::2], strict=True)]
+        for i, row in enumerate(rows):
+            _store(builder, row, target, 4 * COLUMNS * i)
+
+    return transpose
+
+
+_transpose16, _transpose_pairs = _transposes(False), _transposes(True)
 
 
 @njit(types.void(*[I64] * 13, F32, *[I64] * 3), **OPTIONS)
@@ -1135,16 +1214,23 @@ def _attend_block(
     queries, stride, count, start, table, keys, values, block_stride, group, size, dims, element, window, scale, out,
     out_stride, work,
 ):  # fmt: skip
-    """One block of queries of one key-value head. Scores are [keys, 32 queries]: all that follows is in 32 columns."""
+    """One block of queries of one key-value head. Scores are [keys, 32 queries]: all that follows is in 32 columns.
+
+    Keys and values that are kept in half precision are multiplied as bfloat16 where the processor can, in pairs: two
+    dimensions of a key, one of two values.
+    """
+    bf16 = HAS_BF16 and element == 2 and dims % 16 == 0
+    together = 2 if bf16 else 1  # numbers of a step
     rows, last, spare = count * group, start + count, (dims + COLUMNS - 1) // COLUMNS * COLUMNS
-    panels, key_stride = (rows + COLUMNS - 1) // COLUMNS, dims * 4 + LINE
+    panels, depth = (rows + COLUMNS - 1) // COLUMNS, dims // together
+    key_stride = depth * 4 + LINE
     places = carray(_longs(table), ((last + size - 1) // size,))
-    query = work  # [panels, dims, 32]
-    mixed = query + panels * dims * COLUMNS * 4  # [panels * 32, spare]
+    query = work  # [panels, depth, 32]
+    mixed = query + panels * depth * COLUMNS * 4  # [panels * 32, spare]
     scores = mixed + panels * COLUMNS * spare * 4  # [KEYS, 32]
     key = scores + KEYS * COLUMNS * 4
-    value = key + KEYS * key_stride  # [KEYS, spare]
-    peaks = value + KEYS * spare * 4
+    value = key + KEYS * key_stride  # [KEYS / together, spare]
+    peaks = value + KEYS // together * spare * 4
     totals = peaks + panels * COLUMNS * 4
     shrink = totals + panels * COLUMNS * 4
     carray(_floats(mixed), (panels * COLUMNS * spare,))[:] = np.float32(0.0)
@@ -1155,22 +1241,32 @@ def _attend_block(
         for i in range(16):  # in the columns that are left over something is computed, for nobody
             row = min(column + i, rows - 1)
             source[i] = queries + row // group * stride + row % group * dims * 4
-        target = query + (column // COLUMNS * dims * COLUMNS + column % COLUMNS) * 4
+        target = query + (column // COLUMNS * depth * COLUMNS + column % COLUMNS) * 4
         for d in range(0, dims - 15, 16):
-            _transpose16(scores, d * 4, scale, target + d * COLUMNS * 4)
+            if bf16:
+                _transpose_pairs(scores, d * 4, scale, target + d // 2 * COLUMNS * 4)
+            else:
+                _transpose16(scores, d * 4, scale, target + d * COLUMNS * 4)
         for d in range(dims // 16 * 16, dims):
             line = carray(_floats(target + d * COLUMNS * 4), (16,))
             for i in range(16):
                 line[i] = carray(_floats(source[i]), (dims,))[d] * scale
     begin = max(0, start - window + 1) // KEYS * KEYS if window != 0 else 0
     for first in range(begin, last, KEYS):
-        width = min(KEYS, last - first)
+        width, before = min(KEYS, last - first), 0
         for j in range(width):
             at = places[(first + j) // size] * block_stride + (first + j) % size * dims * element
-            _recall(key + j * key_stride, keys + at, dims, element)
-            _recall(value + j * spare * 4, values + at, dims, element)
-        if width % 2:  # products take keys by two; this one's weight will be 0
-            carray(_floats(value + width * spare * 4), (spare,))[:] = np.float32(0.0)
+            if bf16:
+                _halves_to_bf16(key + j * key_stride, keys + at, dims)
+                if j % 2 or j + 1 == width:  # the last one may be alone: its counterpart's weight is 0
+                    _pair_up(value + j // 2 * spare * 4, values + (before if j % 2 else at), values + at, dims)
+                before = at
+            else:
+                _recall(key + j * key_stride, keys + at, dims, element)
+                _recall(value + j * spare * 4, values + at, dims, element)
+        lines = (width + together - 1) // together
+        if lines % 2:  # products take lines by two; this one's weights will be 0
+            carray(_floats(value + lines * spare * 4), (spare,))[:] = np.float32(0.0)
         for panel in range(panels):
             row = panel * COLUMNS
             several = min(COLUMNS, rows - row)
@@ -1178,14 +1274,19 @@ def _attend_block(
             if first > highest or (window != 0 and first + width <= lowest - window + 1):
                 continue
             seen = min(width, highest + 1 - first)
-            even = seen + seen % 2
-            carray(_floats(scores), (even * COLUMNS,))[:] = np.float32(0.0)
+            whole = (seen + 2 * together - 1) // (2 * together) * 2 * together
+            carray(_floats(scores), (seen * COLUMNS,))[:] = np.float32(0.0)
+            carray(_floats(scores + seen * COLUMNS * 4), ((whole - seen) * COLUMNS,))[:] = np.float32(-np.inf)
             _product(
-                seen, key, key_stride, query + panel * dims * COLUMNS * 4, COLUMNS * 4, dims, scores, COLUMNS * 4
-            )
+                bf16, seen, key, key_stride, query + panel * depth * COLUMNS * 4, COLUMNS * 4, depth, scores,
+                COLUMNS * 4,
+            )  # fmt: skip
             if first + seen > lowest + 1 or (window != 0 and first <= highest - window):
                 _hide(scores, seen, start, first, group, row, window)
-            _soften(scores, seen, peaks + row * 4, totals + row * 4, shrink)
+            if bf16:
+                _soften_pairs(scores, whole, peaks + row * 4, totals + row * 4, shrink)
+            else:
+                _soften(scores, whole, peaks + row * 4, totals + row * 4, shrink)
             factor = carray(_floats(shrink), (COLUMNS,))
             for i in range(several):
                 mix = carray(_floats(mixed + (row + i) * spare * 4), (spare,))
@@ -1193,8 +1294,9 @@ def _attend_block(
                     mix[d] *= factor[i]
             for at in range(0, spare * 4, COLUMNS * 4):
                 _product_across(
-                    several, scores, COLUMNS * 4, value + at, spare * 4, even, mixed + row * spare * 4 + at, spare * 4
-                )
+                    bf16, several, scores, COLUMNS * 4, value + at, spare * 4, whole // together,
+                    mixed + row * spare * 4 + at, spare * 4,
+                )  # fmt: skip
     total = carray(_floats(totals), (rows,))
     for row in range(rows):
         mix, share = carray(_floats(mixed + row * spare * 4), (dims,)), np.float32(1.0) / total[row]
