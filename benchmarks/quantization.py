@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 from paceline.engine.attention import SliceSpan, plan_step
-from paceline.engine.config import ModelConfig
+from paceline.engine.config import QUANTIZATIONS, ModelConfig
 from paceline.engine.kv_cache import KVCache, kv_dtype
-from paceline.engine.linear import QUANTIZATIONS, best_kind
+from paceline.engine.linear import best_kind
 from paceline.engine.model import Decoder, load_decoder
 from paceline.engine.weights import Checkpoint
 
