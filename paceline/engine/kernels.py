@@ -44,7 +44,7 @@ FEATURES = set(_features.split(","))
 HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
 HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
 HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
-HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES  # products of pairs of bfloat16, at twice the rate of floats
+HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES  # products of pairs of bfloat16, in the steps of single floats
 HAS_TILES = HAS_AVX512 or HAS_AVX2
 
 VECTOR_BYTES, REGISTER, NUM_REGISTERS = (64, "zmm", 32) if HAS_AVX512 else (32, "ymm", 16)
@@ -176,7 +176,7 @@ def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
             done = builder.append_basic_block("done")
             choice = builder.switch(arguments[0], done)
             # without such registers nobody calls it, and the assembler refuses it
-            for count in range(1, ROWS + 1) if HAS_BF16 or HAS_TILES and not bf16 else ():
+            for count in range(1, ROWS + 1) if (HAS_BF16 if bf16 else HAS_TILES) else ():
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(long(count), block)
                 builder.position_at_end(block)

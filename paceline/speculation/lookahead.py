@@ -90,7 +90,7 @@ class Lookahead:
         """`draft`: None where drafting costs nothing to speak of (n-grams)."""
         self._target, self._draft = _array(target), _array(draft or Costs([0.0]))
         self.times = Times()
-        self.spare = np.zeros(2)  # seconds that tries may cost
+        self.spare = np.zeros(2)  # seconds that tries may cost: of drafts or none, and of other widths
         self._begun = False
         self.group = np.zeros((NUM_KINDS, 2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
         self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
@@ -295,6 +295,12 @@ def _best(  # type: ignore[no-untyped-def]
     return plain, plain_s
 
 
+@njit(_F64(_FLOATS, _F64), cache=True)
+def _lost(one, rate):  # type: ignore[no-untyped-def]
+    """Seconds that what was found costs beside so many tokens a second."""
+    return one[SECONDS] * (1 - one[RATE] / rate) + one[LATE]
+
+
 @njit(types.void(_FLOATS, _F64[:, ::1], _INTS, _INTS), cache=True)
 def _take(one, survival, running, chosen):  # type: ignore[no-untyped-def]
     for i in range(running.shape[0]):
@@ -350,11 +356,11 @@ def choose(  # type: ignore[no-untyped-def]
             return 0.0, cost, 0.0
         cost, rate = 0.0, best[RATE]
         second = found[np.where(found[:, RATE] < rate, found[:, RATE], 0.0).argmax()]
-        if second[RATE] > 0 and second[SECONDS] * (1 - second[RATE] / rate) + second[LATE] <= for_widths:
-            best, cost = second, second[SECONDS] * (1 - second[RATE] / rate) + second[LATE]
+        if second[RATE] > 0 and _lost(second, rate) <= for_widths:
+            best, cost = second, _lost(second, rate)
         _take(best, survival, running, chosen)
         return best[DRAFTING], 0.0, cost
-    cost = best[SECONDS] * (1 - best[RATE] / plain) + best[LATE]
+    cost = _lost(best, plain)
     if cost > spare > 0:  # perhaps with one sequence, which has little to catch up with
         only = _least_unread(survival, running, unread)
         if slower[0] * _seconds(draft_linear, draft_token, 0.0, unread[running[only]], 0) < spare:
@@ -366,7 +372,7 @@ def choose(  # type: ignore[no-untyped-def]
                 draft_linear, draft_token, draft_context, verifying, slower, thresholds, found,
             )  # fmt: skip
             best = found[found[:, RATE].argmax()]
-            cost = best[SECONDS] * (1 - best[RATE] / plain) + best[LATE]
+            cost = _lost(best, plain)
     if best[RATE] == 0 or cost > spare:
         return 0.0, 0.0, 0.0
     _take(best, survival, running, chosen)

@@ -185,7 +185,7 @@ AVX2 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,
     ("name", "features", "files"),
     [
         ("haswell", AVX2, ["test_linear", "test_kv_cache"]),
-        ("skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl", ["test_linear"]),
+        ("skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl", ["test_linear", "test_kv_cache"]),
     ],
 )
 def test_kernels_for_other_processors(name: str, features: str, files: list[str]) -> None:
