@@ -75,17 +75,19 @@ class Steps:
         begin = time.perf_counter()
         for layer in decoder.layers:
             layer.qkv(x, layer.input_norm)
+            if layer is decoder.layers[-1]:  # which does the rest for the token that is read alone
+                x, mixed = x[:1], mixed[:1]
             layer.out(mixed, add_to=x)
             layer.down(layer.gate_up(x, layer.post_norm), add_to=x)
         return time.perf_counter() - begin
 
 
 def operations(engine: ModelRunner) -> tuple[int, int]:
-    """Of one token's layers, and of one row of the head."""
+    """Of one token, of the last layer only queries, keys and values; and of one that is read the rest and the head."""
     config = engine.decoder.config
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = config.hidden * (2 * queries + 2 * keys + 3 * config.intermediate)
-    return 2 * config.layers * layer, 2 * config.hidden * config.vocab_size
+    heads, rest = config.hidden * (queries + 2 * keys), config.hidden * (queries + 3 * config.intermediate)
+    return 2 * (config.layers * (heads + rest) - rest), 2 * (rest + config.hidden * config.vocab_size)
 
 
 def run(model: str) -> dict:

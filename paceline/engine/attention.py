@@ -32,6 +32,13 @@ class SliceSpan(NamedTuple):
     length: int
     blocks: Seq[int]
     drafted: bool = False  # its tokens are rows, so that their bits are those of single ones
+    read: int | None = None  # its last tokens, of which somebody wants what the layers make; None: all
+
+    @property
+    def what_is_read(self) -> "SliceSpan":
+        if self.read is None or self.read == self.length:
+            return self
+        return SliceSpan(self.start + self.length - self.read, self.read, self.blocks, self.drafted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,8 @@ class StepPlan:
     rows_written: Tensor  # [tokens * kv_heads], of KVCache.write
     chunks: dict[int | None, list[Chunk]]
     rows: dict[int | None, Rows | None]
+    kept: Tensor | None = None  # which tokens are read, in order; None: all
+    last: "StepPlan | None" = None  # the same step, where only those attend
 
     def lines(self) -> tuple[np.ndarray, np.ndarray]:
         """The plan as `kernels.decoder_layers` takes it: addresses and sizes by window (None first), and by chunk."""
@@ -89,38 +98,65 @@ class StepPlan:
 def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int) -> StepPlan:
     """Prepares a step of these slices."""
     held = [span.blocks if isinstance(span.blocks, array) else array("q", span.blocks) for span in spans]
-    alone = [span.length == 1 or span.drafted for span in spans]
+    begins = list(accumulate((span.length for span in spans), initial=0))
     slices = np.array([
-        (span.start, span.length, blocks.buffer_info()[0], len(blocks), single)
-        for span, blocks, single in zip(spans, held, alone, strict=True)
+        (span.start, span.length, blocks.buffer_info()[0], len(blocks), begin)
+        for span, blocks, begin in zip(spans, held, begins, strict=False)
     ], np.int64)  # fmt: skip
     # Plain numbers: between passes over the weights a call of NumPy's takes ten microseconds or more.
-    tokens, end = sum(span.length for span in spans), max(span.start + span.length for span in spans)
+    tokens, end = begins[-1], max(span.start + span.length for span in spans)
+    positions, written = np.empty(tokens, np.int64), np.empty(tokens * config.kv_heads, np.int64)
+    layout.place_tokens(slices, block_size, config.kv_heads, positions, written)
+    step = torch.from_numpy(positions), end, torch.from_numpy(written)
+    attending = _attending(spans, slices, config, block_size)
+    kept = rows_read(spans)
+    if kept is None:
+        return StepPlan(*step, *attending)
+    read = [span.what_is_read for span in spans]
+    for line, span, some in zip(slices, spans, read, strict=True):
+        if some is not span:
+            skipped = span.length - some.length
+            line[layout.START] += skipped
+            line[layout.LENGTH] -= skipped
+            line[layout.BEGIN] += skipped
+    last = StepPlan(*step, *_attending(read, slices, config, block_size))
+    return StepPlan(*step, *attending, torch.from_numpy(kept), last)
+
+
+def rows_read(spans: list[SliceSpan]) -> np.ndarray | None:
+    """Which of the step's tokens are read; None: all."""
+    if all(span.read is None or span.read == span.length for span in spans):
+        return None
+    kept, end = list[int](), 0
+    for span in spans:
+        end += span.length
+        kept += range(end - (span.length if span.read is None else span.read), end)
+    return np.array(kept, np.int64)
+
+
+def _attending(
+    spans: list[SliceSpan], slices: np.ndarray, config: ModelConfig, block_size: int
+) -> tuple[dict[int | None, list[Chunk]], dict[int | None, Rows | None]]:
+    """Chunks and rows of these slices, which have their lines, by window."""
+    alone = [span.length == 1 or span.drafted for span in spans]
     mine, windows = [span for span, single in zip(spans, alone, strict=True) if single], set(config.windows)
     longest = max((span.start + span.length for span in mine), default=0)
     count, width = sum(span.length for span in mine), -(-longest // block_size)
-    positions, written = np.empty(tokens, np.int64), np.empty(tokens * config.kv_heads, np.int64)
     index, high, table = np.empty(count, np.int64), np.empty(count, np.int64), np.zeros((count, width), np.int64)
-    layout.place(slices, block_size, config.kv_heads, positions, written, index, high, table)
-    begins = zip(accumulate((span.length for span in spans), initial=0), spans, alone, strict=False)
-    chunks = [(begin, span) for begin, span, single in begins if not single]
+    if count:
+        layout.place_rows(slices if len(mine) == len(spans) else slices[alone], block_size, index, high, table)
     own = (torch.from_numpy(index), torch.from_numpy(table), torch.from_numpy(high))
-    return StepPlan(
-        positions=torch.from_numpy(positions),
-        end=end,
-        rows_written=torch.from_numpy(written),
-        chunks={
-            window: [_plan_chunk(*at, window, config.kv_heads, block_size) for at in chunks] for window in windows
-        },
-        rows={
-            window: _rows_within(window, *own, high, longest, width * block_size) if mine else None
-            for window in windows
-        },
-    )
+    longer = [i for i, single in enumerate(alone) if spans[i].length and not single]
+    chunks = [(int(slices[i, layout.BEGIN]), spans[i]) for i in longer]
+    return {
+        window: [_plan_chunk(*at, window, config.kv_heads, block_size) for at in chunks] for window in windows
+    }, {
+        window: _rows_within(window, *own, high, longest, width * block_size) if count else None for window in windows
+    }
 
 
 def _plan_chunk(begin: int, span: SliceSpan, window: int | None, kv_heads: int, block_size: int) -> Chunk:
-    start, length, blocks, _ = span
+    start, length, blocks = span.start, span.length, span.blocks
     stop = start + length
     table = torch.from_numpy(np.array(blocks[: -(-stop // block_size)], np.int64))
     if _tiled():

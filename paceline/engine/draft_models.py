@@ -50,7 +50,9 @@ class DecoderModel:
         if self.vocabulary is not None:
             ids = self.vocabulary.to_draft[ids.to(decoder.device)]
         spans = [
-            SliceSpan(part.start, part.length, part.job.sequence.blocks, bool(part.guess) or part.length <= SHORT)
+            SliceSpan(
+                part.start, part.length, part.job.sequence.blocks, bool(part.guess) or part.length <= SHORT, part.read
+            )
             for part in parts
         ]
         return decoder.forward(ids, decoder.plan(spans, size), self.cache, self.progress)

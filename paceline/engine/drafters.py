@@ -86,6 +86,11 @@ class Part:
         more = [*self.job.draft, *self.guess][max(0, self.start - len(known)) : max(0, end - len(known))]
         return [*known[self.start : end], *more]
 
+    @property
+    def read(self) -> int:
+        """So many of them, the last ones: what may follow those is asked."""
+        return 1 + len(self.guess) if self.job.work.num_draft else 0
+
 
 class Distributions(Protocol):
     """A model as drafting needs it."""
@@ -93,7 +98,7 @@ class Distributions(Protocol):
     max_context: int  # tokens
 
     def forward(self, parts: Seq[Part]) -> Tensor:
-        """A row for every token of the parts, one part after the other."""
+        """A row for every token of the parts that is read, one part after the other."""
         ...
 
     def logits(self, rows: Tensor) -> Tensor:
@@ -138,7 +143,7 @@ class TokenByToken:
 
     def _ready(self, parts: list[Part]) -> Iterator[tuple[Part, int]]:
         """Those of which the next token can be drawn, and the row of its distribution behind all guesses."""
-        ends = np.cumsum([part.length for part in parts]) - 1
+        ends = np.cumsum([part.read for part in parts]) - 1
         return ((part, row) for part, row in zip(parts, ends.tolist(), strict=True) if part.job.work.num_draft)
 
     def _behind(self, job: Job) -> Part:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.engine.attention import SliceSpan
+from paceline.engine.attention import SliceSpan, rows_read
 
 SHORT = 16  # tokens of a slice whose keys are read in parts
 PROGRAMS = 512  # that keep a GPU busy: a few for each of its multiprocessors
@@ -71,6 +71,7 @@ class PagedPlan:
     few: Tiles | None = None  # of short slices, and
     many: Tiles | None = None  # of others, for our own kernels
     gathered: list[Gathered] | None = None  # neither they nor FlashAttention read pages
+    kept: Tensor | None = None  # which tokens are read; None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Layout:
     block_size: int
     heads: Heads
     by: Reads | None
+    kept: np.ndarray | None  # which tokens are read; None: all
 
     @property
     def decodes(self) -> bool:
@@ -120,6 +122,7 @@ class Layout:
             few=few,
             many=many,
             gathered=None if self.by else [],
+            kept=None if self.kept is None else torch.from_numpy(self.kept).to(device, non_blocking=True),
         )
         if plan.gathered is not None:
             # No slice is left without a mask where torch would copy keys for the query heads that share them.
@@ -154,7 +157,8 @@ def lay_out(spans: list[SliceSpan], heads: Heads, block_size: int, by: Reads | N
         group, short = heads.queries // heads.kv, lengths <= SHORT
         few = _tiles(lengths, short, by.kernels.few_tile(group).rows // group)
         many = _tiles(lengths, ~short, by.kernels.many_tile(group, heads.dtype).rows // group)
-    return Layout(lengths, ends, starts, tables, positions, slots, few, many, block_size, heads, by)
+    kept = rows_read(spans)
+    return Layout(lengths, ends, starts, tables, positions, slots, few, many, block_size, heads, by, kept)
 
 
 def _tiles(lengths: np.ndarray, chosen: np.ndarray, size: int) -> list[np.ndarray]:

@@ -1362,8 +1362,12 @@ X, TURNS, WHERE, HEADS, MIXED, INSIDE, SPACE, PROGRESS, BUFFER_FIELDS = range(9)
 LONGS_1D, LONGS_2D = types.int64[::1], types.int64[:, ::1]
 
 
-@njit(types.void(I64, I64, I64, F32, LONGS_2D, LONGS_1D, LONGS_2D, LONGS_2D, LONGS_1D, I64), **OPTIONS)
-def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_space):
+@njit(
+    types.void(I64, I64, I64, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64), **OPTIONS
+)
+def _layers(
+    t, threads, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
+):  # fmt: skip
     """A thread's share of `decoder_layers`, in the order of the model."""
     hidden, inner, q_heads, kv_heads, dims = shape[HIDDEN], shape[INNER], shape[Q_HEADS], shape[KV_HEADS], shape[DIMS]
     width, group, scale = (q_heads + 2 * kv_heads) * dims, q_heads // kv_heads, np.float32(1.0 / np.sqrt(dims))
@@ -1371,13 +1375,15 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
     mixed_stride, inside_stride = q_heads * dims * 4 + LINE, inner * 4 + LINE
     x, heads, mixed, inside = buffers[X], buffers[HEADS], buffers[MIXED], buffers[INSIDE]
     gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
-    mine = np.empty(group * (dims + scores_of(plans[:, ROW_LONGEST].max())), np.float32)
+    longest = max(plans[:, ROW_LONGEST].max(), last_plans[:, ROW_LONGEST].max())
+    mine = np.empty(group * (dims + scores_of(longest)), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
     turn, block = 0, _block(rows)
     for index in range(layers.shape[0]):
-        layer = layers[index]
-        plan = plans[layer[LAYER_WINDOW]]
+        layer, narrows = layers[index], index + 1 == layers.shape[0] and kept.shape[0] < rows
+        plan = last_plans[layer[LAYER_WINDOW]] if narrows else plans[layer[LAYER_WINDOW]]
+        some_chunks = last_chunks if narrows else chunks
         keys, values = layer[LAYER_KEYS], layer[LAYER_VALUES]
         for first in range(0, rows, block):
             turn = _linear(
@@ -1396,8 +1402,8 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
                 plan[ROW_LOW], plan[ROW_HIGH], plan[ROW_COUNT], scale, group, kv_heads, size, dims, element, mixed,
                 mixed_stride, mine.ctypes.data, mine.ctypes.data + group * dims * 4,
             )  # fmt: skip
-        for number in range(chunks.shape[0]):
-            chunk = chunks[number]
+        for number in range(some_chunks.shape[0]):
+            chunk = some_chunks[number]
             first = chunk[CHUNK_BEGIN]
             _some_blocks(
                 t, threads, heads + first * width * 4, width * 4, chunk[CHUNK_COUNT], chunk[CHUNK_START],
@@ -1405,6 +1411,14 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
                 mixed + first * mixed_stride, mixed_stride, work.ctypes.data,
             )  # fmt: skip
         turn = _wait(gate, turn, threads)
+        if narrows:
+            rows = kept.shape[0]
+            block = _block(max(rows, 1))
+            if t == 0:
+                for row in range(rows):
+                    _copy(mixed + row * mixed_stride, mixed + kept[row] * mixed_stride, q_heads * dims * 4)
+                    _copy(x + row * hidden * 4, x + kept[row] * hidden * 4, hidden * 4)
+            turn = _wait(gate, turn, threads)
         for first in range(0, rows, block):
             count, some = min(block, rows - first), x + first * hidden * 4
             turn = _linear(
@@ -1424,13 +1438,20 @@ def _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_sp
 
 
 @njit(
-    types.void(I64, F32, LONGS_2D, LONGS_1D, LONGS_2D, LONGS_2D, LONGS_1D, I64, I64), parallel=True, **OPTIONS
+    types.void(I64, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64, I64), parallel=True, **OPTIONS
 )
-def decoder_layers(rows, eps, layers, shape, plans, chunks, buffers, own_space, threads):
-    """All layers over the hidden states X [rows, hidden], in place: what `Decoder.forward` does layer by layer."""
+def decoder_layers(
+    rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space, threads
+):  # fmt: skip
+    """All layers over the hidden states X [rows, hidden], in place: what `Decoder.run` does layer by layer.
+
+    Where fewer rows are `kept` the last layer has a plan of its own, and they are the first rows of X in the end.
+    """
     carray(_longs(buffers[SPACE]), (1,))[0] = 0
     for t in prange(threads):
-        _layers(t, threads, rows, eps, layers, shape, plans, chunks, buffers, own_space)
+        _layers(
+            t, threads, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
+        )  # fmt: skip
 
 
 # Packing: rows as they lie in a file become panels of `linear`

@@ -185,37 +185,44 @@ class Decoder:
         return np.array(lines, np.int64)
 
     def forward(self, tokens: Tensor, plan: Plan, cache: KVCache | PagedCache, progress: np.ndarray) -> Tensor:
-        """Token ids [tokens], on the host or the device, to hidden states [tokens, hidden] before the last norm; writes
-        their keys and values.
+        """Token ids [tokens], on the host or the device, to hidden states [tokens, hidden] before the last norm, of the
+        tokens that are read (`SliceSpan`); writes keys and values of all.
 
         progress[0] counts layers, for those who watch from another thread.
         """
         assert self.embedding is not None
         if self.graphs is not None and self.graphs.fit(plan):
             progress[0] += len(self.layers)
-            return self.graphs(tokens, plan)
+            x = self.graphs(tokens, plan)
+            return x if plan.kept is None else x.index_select(0, torch.from_numpy(plan.kept).to(self.device))
         return self.run(self.embedding(tokens.to(self.device, non_blocking=True)), plan, cache, progress)
 
     def run(self, x: Tensor, plan: Plan, cache: KVCache | PagedCache, progress: np.ndarray) -> Tensor:
-        """What the layers make of hidden states [tokens, hidden], which they change."""
+        """What the layers make of hidden states [tokens, hidden], which they change: of those that are read.
+
+        Nothing but keys and values of the others is wanted of the last layer.
+        """
         if not self.layers:
             return x
         if isinstance(plan, Layout):
             plan = plan.on(self.device)
         turns = self.rotations(plan.positions, plan.end)
         if self.addresses is not None:
-            self._run_fused(x, turns, plan, cache, progress)
-            return x
+            return self._run_fused(x, turns, plan, cache, progress)
         attend = attention.attend if self.device == "cpu" else gpu.attend
         watched, done = self.device != "cpu" and len(x) > WIDE, lambda: None
         for index, layer in enumerate(self.layers):
-            heads = layer.qkv(x, layer.input_norm)
-            mixed = attend(heads, turns, layer.head_norms, cache, index, self.config.windows[index], plan)
-            self._add(x, partial(layer.out, mixed))
-            if layer.experts is None:
-                self._add(x, partial(layer.down, layer.gate_up(x, layer.post_norm)))
-            else:
-                self._add(x, partial(layer.experts, x, layer.post_norm))
+            heads, narrows = layer.qkv(x, layer.input_norm), index + 1 == len(self.layers) and plan.kept is not None
+            some = plan.last if narrows and isinstance(plan, StepPlan) else plan
+            mixed = attend(heads, turns, layer.head_norms, cache, index, self.config.windows[index], some)
+            if narrows:
+                x, mixed = x.index_select(0, plan.kept), mixed.index_select(0, plan.kept)
+            if len(x):
+                self._add(x, partial(layer.out, mixed))
+                if layer.experts is None:
+                    self._add(x, partial(layer.down, layer.gate_up(x, layer.post_norm)))
+                else:
+                    self._add(x, partial(layer.experts, x, layer.post_norm))
             if watched:  # one layer is computed while the next is asked for
                 done()
                 done = machine.mark(self.device)
@@ -229,7 +236,7 @@ class Decoder:
         else:
             part(add_to=x)
 
-    def _run_fused(self, x: Tensor, turns: Tensor, plan: StepPlan, cache: KVCache, progress: np.ndarray) -> None:
+    def _run_fused(self, x: Tensor, turns: Tensor, plan: StepPlan, cache: KVCache, progress: np.ndarray) -> Tensor:
         """The same layers in one call of our kernels, bit for bit."""
         config, rows, threads = self.config, x.shape[0], kernels.num_threads()
         sizes = (config.heads + 2 * config.kv_heads) * config.head_dim, config.heads * config.head_dim
@@ -240,6 +247,8 @@ class Decoder:
         layers = self.addresses.copy()
         layers[:, kernels.LAYER_KEYS : kernels.LAYER_VALUES + 1] = cache.address_table
         plans, chunks = plan.lines()
+        last_plans, last_chunks = plan.last.lines() if plan.last else (plans, chunks)
+        kept = np.arange(rows) if plan.kept is None else plan.kept.numpy()
         tensors = (x, turns, plan.rows_written, heads, mixed, inside)
         memory = [*(tensor.data_ptr() for tensor in tensors), kernels.workspace(space), progress.ctypes.data]
         shape = (
@@ -247,8 +256,10 @@ class Decoder:
             cache.element,
         )  # fmt: skip
         kernels.decoder_layers(
-            rows, config.norm_eps, layers, np.array(shape), plans, chunks, np.array(memory), own_space, threads
-        )
+            rows, config.norm_eps, layers, np.array(shape), plans, chunks, last_plans, last_chunks, kept,
+            np.array(memory), own_space, threads,
+        )  # fmt: skip
+        return x[: len(kept)]
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """Hidden states [rows, hidden] before the last norm to logits [rows, vocab] float32.

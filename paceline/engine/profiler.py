@@ -78,17 +78,18 @@ def profile(
 
 def roofline(runner: ModelRunner, quantization: str) -> Roofline:
     """The model's sizes over what the device gives now. A token computes in its own experts only."""
-    decoder, weights, expert_bytes = runner.decoder, 0, 0
+    decoder, weights, rest, expert_bytes = runner.decoder, 0, 0, 0
     config = decoder.config
     for layer in range(config.layers):
-        weights += sum(rows * columns for rows, columns in config.layer_matrices(layer, config.experts_per_token))
-        weights += config.hidden * config.experts * (layer in config.sparse)  # the router's
+        weights += rest  # the last layer's is for rows that are read
+        heads, *others = (rows * columns for rows, columns in config.layer_matrices(layer, config.experts_per_token))
+        weights, rest = weights + heads, sum(others) + config.hidden * config.experts * (layer in config.sparse)
         expert_bytes += config.layer_bytes(layer, quantization) - config.layer_bytes(layer, quantization, experts=0)
     return Roofline(
         weight_bytes=runner.info.weight_bytes,
         token_flop=2 * weights,
-        emit_flop=2 * config.hidden * config.vocab_size,
-        pair_flop=4 * config.layers * config.heads * config.head_dim,
+        emit_flop=2 * (rest + config.hidden * config.vocab_size),
+        pair_flop=4 * (config.layers - 1) * config.heads * config.head_dim,
         kv_bytes=runner.cache.token_bytes,
         bandwidth=machine.bandwidth(decoder.device),
         peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(decoder.device, decoder.dtype),

@@ -199,7 +199,7 @@ class ModelRunner:
             begin = 0
             for job in (job for job in runs if job.runs):
                 job.begin = begin
-                begin += job.span.length
+                begin += job.span.what_is_read.length
             self._prompt_logprobs([job for job in runs if job.runs], hidden)
             head_seconds = self._emit([job for job in runs if job.runs and job.work.emits], hidden)
             sampling = computed.until(machine.Moment(self.device)) - head_seconds
@@ -276,8 +276,10 @@ class ModelRunner:
         if self.peers:
             self.draft_s = self.peers.share_drafts(jobs, self.draft_s, self.decoder.config.vocab_size)
         for job in jobs:
-            length = job.end + len(job.draft) - job.work.start
-            job.span = SliceSpan(job.work.start, length, job.sequence.blocks, bool(job.draft))
+            length, read = job.end + len(job.draft) - job.work.start, None
+            if self.last and job.sequence.params.prompt_logprobs is None:
+                read = 1 + len(job.draft) if job.work.emits else 0
+            job.span = SliceSpan(job.work.start, length, job.sequence.blocks, bool(job.draft), read)
 
     def _complain(self, text: str) -> None:
         """Once."""
@@ -286,7 +288,8 @@ class ModelRunner:
             print(text, file=sys.stderr)
 
     def _forward(self, jobs: list[Job]) -> Tensor:
-        """Hidden states [tokens, hidden] of the jobs, one after the other, without those that get an error.
+        """Hidden states [tokens, hidden] of what is read of the jobs, one after the other, without those that get an
+        error.
 
         Where several fail together, each is run alone: a pass writes only the keys and values of its own slices.
         """
@@ -346,7 +349,7 @@ class ModelRunner:
         for some in in_parts(jobs, LOGIT_ROWS, lambda job: 1 + len(job.draft)):
             started, rows = machine.Moment(self.device), []
             for job in some:
-                job.first_row, end = len(rows), job.begin + job.span.length
+                job.first_row, end = len(rows), job.begin + job.span.what_is_read.length
                 rows += range(end - 1 - len(job.draft), end)
             every = len(rows) == len(hidden)
             logits = self.decoder.logits(

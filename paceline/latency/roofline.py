@@ -10,9 +10,9 @@ class Roofline:
     """A model's sizes and a machine's rates (Williams et al., 2009). Bytes, operations, and both a second."""
 
     weight_bytes: int  # read once a step, the head included; of experts only those that are chosen
-    token_flop: int  # of all layers, for one token: two a weight it meets
-    emit_flop: int  # of the head, for one row
-    pair_flop: int  # of attention, for one query-key pair: four a head's element, in all layers
+    token_flop: int  # of layers, for one token: two a weight it meets; of the last one only queries, keys and values
+    emit_flop: int  # of the rest of the last layer and the head, for one row
+    pair_flop: int  # of attention, for one query-key pair: four a head's element, in all layers before the last
     kv_bytes: int  # of a token, key and value in all layers
     bandwidth: float
     peak: float

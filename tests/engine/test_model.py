@@ -38,19 +38,20 @@ class Paged:
         self.tables: dict[int, list[int]] = {}
 
     @torch.inference_mode()
-    def step(self, work: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
-        """Runs (sequence, start, tokens) slices in one forward; the logits of all their tokens."""
-        spans = []
-        for sequence, start, tokens in work:
+    def step(self, work: list[tuple[int, int, list[int]]], read: list[int] | None = None) -> list[torch.Tensor]:
+        """Runs (sequence, start, tokens) slices in one forward; the logits of those that are read, None: of all."""
+        spans, read = [], read or [len(tokens) for _, _, tokens in work]
+        for (sequence, start, tokens), last in zip(work, read, strict=True):
             table = self.tables.setdefault(sequence, [])
             while len(table) * self.size < start + len(tokens):
                 table.append(self.free.pop())
-            spans.append(SliceSpan(start, len(tokens), table))
+            spans.append(SliceSpan(start, len(tokens), table, read=last))
         plan = self.decoder.plan(spans, self.size)
         flat = torch.tensor([token for _, _, tokens in work for token in tokens], device=self.decoder.device)
-        logits = self.decoder.logits(self.decoder.forward(flat, plan, self.cache, np.zeros(1, np.int64)))
+        hidden = self.decoder.forward(flat, plan, self.cache, np.zeros(1, np.int64))
+        logits = self.decoder.logits(hidden) if len(hidden) else hidden
         assert logits.dtype == torch.float32
-        return list(logits.cpu().split([len(tokens) for _, _, tokens in work]))
+        return list(logits.cpu().split(read))
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
@@ -151,6 +152,33 @@ def test_all_layers_in_one_call_are_the_layers_one_by_one(family: str, kind: str
     fused = run_steps(decoder)
     decoder.addresses = None
     assert all(map(torch.equal, fused, run_steps(decoder)))
+
+
+READ = [[0, 7], [1, 1, 0], [1, 0, 1]]  # tokens of STEPS that are read; and at last
+NOBODY = [(0, 32, 1), (1, 351, 40)], [0, 0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [*FLOAT_KINDS, *INT8_KINDS])
+@pytest.mark.parametrize("family", ["llama3-rope", "qwen3-window", "qwen3-moe"])
+def test_what_nobody_reads_is_not_computed(family: str, kind: str, fused: bool, tmp_path: Path) -> None:
+    """Hidden states of tokens that are read are those among all, and so are keys and values."""
+    checkpoints.save(family, tmp_path)
+    decoder = load(tmp_path, kind=kind)
+    if not fused:
+        decoder.addresses = None
+    some, every = Paged(decoder), Paged(decoder)
+    tokens, rows = prompt(400), 0
+    for step, read in [*zip(STEPS, READ, strict=True), NOBODY]:
+        work = [(s, start, tokens[start : start + length]) for s, start, length in step]
+        for ours, theirs, count in zip(some.step(work, read), every.step(work), read, strict=True):
+            assert len(ours) == count
+            if count:
+                close(ours, theirs[-count:])
+                rows += count
+    assert rows == 11
+    for ours, theirs in zip(some.cache.pool, every.cache.pool, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", INT8_KINDS)
