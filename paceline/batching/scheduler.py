@@ -270,7 +270,7 @@ class Scheduler:
         number = counts[NEXT_BATCH] - 1
         step = s.steps[number % self.pipeline, :, :count]
         slots, drafts = step[SLOT], step[DRAFT].tolist() if counts[DRAFTING] and step[DRAFT].any() else None
-        shape = StepShape(*s.shape.tolist())
+        shape, decodes = StepShape(*s.shape.tolist()), counts[DECODES]
         batch = Batch(
             number,
             group,
@@ -279,9 +279,9 @@ class Scheduler:
             step[START].tolist(),
             step[LENGTH].tolist(),
             s.emits[number % self.pipeline, :count].tobytes(),
-            counts[DECODES],
+            decodes,
             shape,
-            self._predicted(shape, counts[DECODES], spent if drafts else None),
+            self._predicted(shape, decodes, decodes + sum(drafts or ()), spent if drafts else None),
             float(_pace_of(s, shape.tokens)),
             tuple(self.preempted),
             drafts,
@@ -289,12 +289,13 @@ class Scheduler:
         self.flying[number], self._begun[number] = batch, now
         return batch
 
-    def _predicted(self, shape: StepShape, decodes: int, spent: float | None) -> float | None:
-        """Seconds of the step, if all is drafted that may be, which takes `spent`; None: nothing is drafted."""
+    def _predicted(self, shape: StepShape, decodes: int, verified: int, spent: float | None) -> float | None:
+        """Seconds of the step, if all is drafted that may be, which takes `spent` and makes the decodes so many tokens;
+        None: nothing is drafted."""
         if self.predict is None or (spent is not None and self.lookahead is None):
             return None
         if spent is not None and self.lookahead:
-            return self.lookahead.verification(self.predict(shape), decodes, shape.tokens) + spent
+            return self.lookahead.verification(self.predict(shape), decodes, verified) + spent
         return float(_pace_of(self.state, shape.tokens)) * self.predict(shape)
 
     def complete(

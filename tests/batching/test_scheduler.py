@@ -1,5 +1,6 @@
 """Invariants of every run, whatever arrives and whatever the policy: budget, decodes, blocks, progress."""
 
+import math
 import random
 from collections import Counter, deque
 from functools import partial
@@ -17,6 +18,7 @@ from paceline.core.events import Advance, Back, Cancel, Complete, Event, Lost, S
 from paceline.core.request import SLO, Request
 from paceline.simulator.driver import FixedOutputs, simulate
 from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.times import SIZES, of_tokens
 
 TAKE_ALL_DECODES = {"orca", "sarathi_2023", "sarathi_2023_tile_aligned", "sarathi_serve", "paceline"}
 KEEP_TO_THE_BUDGET = {"sarathi_serve", "paceline", "chunked_prefill_only"}
@@ -312,6 +314,19 @@ def test_drafts_keep_steps_within_the_goals_of_those_that_decode():
     assert drafted(None) == drafted(0.2) == drafted(0.09) == {4}, "the last goal is missed without drafts, too"
     assert drafted(0.15) == drafted(None, 0.15) == {2}
     assert drafted(0.11) == {0}
+
+
+def test_a_chunk_beside_drafts_is_no_verification():
+    """Steps with drafts have taken three times their profile where verifications are wide; here five tokens are."""
+    lookahead = Lookahead(Costs([1.0] * 100), Costs([0.1] * 100))
+    lookahead.times.mean[3 + SIZES + of_tokens(20)] = math.log(3)
+    config = GroupConfig(scheduler=SchedulerConfig(), lookahead=lambda: lookahead, predict=lambda shape: 1.0)
+    requests = [Request("a", 4, 40, max_draft_tokens=4), Request("b", 20, 4, arrival=5)]
+    outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: drafted)
+    trace = simulate(Controller([config]), requests, lambda batch: 1, outputs)
+    steps = [e.detail for e in trace if e.kind == "started" and e.detail.drafts and sum(e.detail.drafts) == 4]
+    assert len({batch.num_tokens for batch in steps}) > 1, "one of them takes the prompt"
+    assert {batch.predicted for batch in steps} == {1.4}
 
 
 def test_drafts_are_as_believed_of_their_requests_kind():
