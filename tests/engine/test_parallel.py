@@ -150,11 +150,12 @@ async def test_families_in_groups_yield_the_tokens_of_one_device(families, paral
 async def test_int8_in_groups_yields_the_same_tokens_with_drafts_and_in_stages_those_of_one_device(families, parallel):
     """Of a row that ranks divide each scales its own part, which rounds otherwise than the whole.
 
-    Not of mixtral-window: for what int8 makes of a token's last bits, which depend on how its prompt was cut, its router
-    chooses another expert for one of these prompts.
+    Not of mixtral-window: for what int8 makes of a token's last bits, which depend on how its prompt was cut, its
+    router chooses another expert for one of these prompts.
     """
     paths, _ = families
-    names = ("llama-tied", "qwen3-moe") if parallel.tensor == 1 else tuple(one for one in paths if one != "mixtral-window")
+    names = ("llama-tied", "qwen3-moe") if parallel.tensor == 1 else tuple(paths)
+    names = tuple(name for name in names if name != "mixtral-window")
     models = {name: drafts("ngram", paths[name], quantization="int8") for name in names}
     asked = {name: requests(checkpoints.SIZE["vocab_size"]) for name in models}
     got, seen = await in_group(models, parallel, asked)
