@@ -202,10 +202,10 @@ class Decoder:
 
         Nothing but keys and values of the others is wanted of the last layer.
         """
-        if not self.layers:
-            return x
         if isinstance(plan, Layout):
             plan = plan.on(self.device)
+        if not self.layers:
+            return x if plan.kept is None else x.index_select(0, plan.kept)
         turns = self.rotations(plan.positions, plan.end)
         if self.addresses is not None:
             return self._run_fused(x, turns, plan, cache, progress)

@@ -174,6 +174,14 @@ def reads_some(decoder: Decoder) -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_what_nobody_reads_does_not_come_from_a_stage_without_layers(device: str, tmp_path: Path) -> None:
+    checkpoints.save("qwen2", tmp_path)
+    decoder = load(tmp_path, device=device)
+    decoder.layers, decoder.addresses = [], None
+    reads_some(decoder)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("kind", [*FLOAT_KINDS, *INT8_KINDS])
 @pytest.mark.parametrize("family", ["llama3-rope", "qwen3-window", "qwen3-moe"])
