@@ -194,7 +194,9 @@ class Decoder:
         if self.graphs is not None and self.graphs.fit(plan):
             progress[0] += len(self.layers)
             x = self.graphs(tokens, plan)
-            return x if plan.kept is None else x.index_select(0, torch.from_numpy(plan.kept).to(self.device))
+            if plan.kept is not None:
+                x = x.index_select(0, torch.from_numpy(plan.kept).to(self.device, non_blocking=True))
+            return x
         return self.run(self.embedding(tokens.to(self.device, non_blocking=True)), plan, cache, progress)
 
     def run(self, x: Tensor, plan: Plan, cache: KVCache | PagedCache, progress: np.ndarray) -> Tensor:
