@@ -16,6 +16,7 @@ from benchmarks.checkpoints import checkpoint
 from benchmarks.machine import bandwidth, gemm_peak
 from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import kernels
+from paceline.engine.profiler import operations
 from paceline.engine.runner import ModelRunner
 
 BATCHES, CONTEXT = (1, 2, 4, 5, 8, 16, 32), 64
@@ -82,14 +83,6 @@ class Steps:
         return time.perf_counter() - begin
 
 
-def operations(engine: ModelRunner) -> tuple[int, int]:
-    """Of one token, of the last layer only queries, keys and values; and of one that is read the rest and the head."""
-    config = engine.decoder.config
-    queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    heads, rest = config.hidden * (queries + 2 * keys), config.hidden * (queries + 3 * config.intermediate)
-    return 2 * (config.layers * (heads + rest) - rest), 2 * (rest + config.hidden * config.vocab_size)
-
-
 def run(model: str) -> dict:
     path = checkpoint(model)
     kinds = {kind: Steps(path, quantization) for kind, quantization in (("fp32", "none"), ("int8", "int8"))}
@@ -122,7 +115,7 @@ def report(
     """`peak` [rounds]; of `decodes` the bandwidth before, then the seconds of one row and of all [3, rounds], of
     `prompts` those of the step and of its linear layers [2, rounds]."""
     engine = steps.engine
-    layers, head = operations(engine)
+    layers, head = operations(engine.decoder.config)
     each = engine.cache.token_bytes
     compute = peak if kind == "fp32" else 4 // kernels.BYTE * peak  # int8 products where one of float32 was
     out: dict = {"weight_bytes": engine.info.weight_bytes, "decode": {}, "prefill": {}}

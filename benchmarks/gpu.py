@@ -20,7 +20,7 @@ from benchmarks import sarathi_tables
 from paceline.engine import load_plan, machine
 from paceline.engine.config import ModelError
 from paceline.engine.kv_cache import available_bytes
-from paceline.engine.profiler import Bench
+from paceline.engine.profiler import Bench, operations
 from paceline.engine.runner import ModelRunner
 from paceline.engine.weights import Checkpoint
 
@@ -106,7 +106,7 @@ def measure(shape: Shape, device: str) -> dict:
         least = weights + batch * shape.context * result["ours"]["token_bytes"]
         seconds = 1e-3 * result["ours"]["decode_ms"][batch]
         result["ours"].setdefault("decode_share_of_floor", {})[batch] = round(least / rates["bandwidth"] / seconds, 3)
-    flop = 2 * shape.layers * shape.hidden * (4 * shape.hidden + 3 * shape.intermediate) * shape.context
+    flop = result["ours"]["token_flop"] * shape.context
     result["ours"]["prompt_share_of_peak"] = round(flop / rates["peak"] / (1e-3 * result["ours"]["prompt_ms"]), 3)
     return result
 
@@ -130,6 +130,7 @@ def ours(config: LlamaConfig, shape: Shape, device: str) -> dict:
     info = runner.info
     result: dict = {
         "weight_bytes": info.weight_bytes, "token_bytes": runner.cache.token_bytes, "block_size": info.block_size,
+        "token_flop": operations(runner.decoder.config)[0],
         "graphs": runner.decoder.graphs is not None, "num_blocks": info.num_blocks,
     }  # fmt: skip
     result |= timed(shape, lambda batch: Ours(runner, batch, shape.context))

@@ -16,6 +16,8 @@ from benchmarks.checkpoints import checkpoint
 from benchmarks.machine import bandwidth, gemm_peak
 from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
+from paceline.engine.config import ModelConfig
+from paceline.engine.profiler import operations
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline
 
@@ -98,19 +100,20 @@ def run(model: str) -> dict:
         "mixed_seconds_paceline": [round(s, 1) for s in our_seconds],
         "decode_batch_1_tokens_s": {"transformers": round(peer_rate, 2), "paceline": round(our_rate, 2)},
         "decode_batch_1_ratio": round(our_rate / peer_rate, 2),
-        "floor": floor(peer.model, our_rate, sum(our_seconds) / len(our_seconds)),
+        "floor": floor(ours.runner.decoder.config, peer.model, our_rate, sum(our_seconds) / len(our_seconds)),
     }
 
 
-def floor(model, decode_rate: float, mixed_seconds: float) -> dict:
-    """What must move and be computed: every weight once a decoded token; two operations a weight and token."""
+def floor(config: ModelConfig, model, decode_rate: float, mixed_seconds: float) -> dict:
+    """What must move and be computed: every weight once a decoded token; `operations` for each token."""
     body = sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
     head = model.get_output_embeddings().weight.numel()
     weights = body + head if model.config.tie_word_embeddings else body
     read, compute = bandwidth(), gemm_peak()
     tokens = sum(length + output for length, output in workload.LENGTHS) - len(workload.LENGTHS)
     emitted = sum(workload.outputs())
-    mixed = (2 * (weights - head) * tokens + 2 * head * emitted) / compute
+    each, read_one = operations(config)
+    mixed = (each * tokens + read_one * emitted) / compute
     return {
         "weight_bytes": 4 * weights,
         "read_gb_s": round(read / 1e9, 1),

@@ -125,12 +125,12 @@ def plan_step(spans: list[SliceSpan], config: ModelConfig, block_size: int) -> S
 
 def rows_read(spans: list[SliceSpan]) -> np.ndarray | None:
     """Which of the step's tokens are read; None: all."""
-    if all(span.read is None or span.read == span.length for span in spans):
+    if all(span.what_is_read is span for span in spans):
         return None
     kept, end = list[int](), 0
     for span in spans:
         end += span.length
-        kept += range(end - (span.length if span.read is None else span.read), end)
+        kept += range(end - span.what_is_read.length, end)
     return np.array(kept, np.int64)
 
 

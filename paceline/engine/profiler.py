@@ -14,6 +14,7 @@ from paceline.core.batch import StepShape
 from paceline.core.request import SamplingParams
 from paceline.core.work import Engine, NewSequence, SliceWork
 from paceline.engine import machine
+from paceline.engine.config import ModelConfig
 from paceline.engine.runner import ModelRunner
 from paceline.latency.profile import Measured, Profile, summarize
 from paceline.latency.roofline import Roofline
@@ -78,17 +79,16 @@ def profile(
 
 def roofline(runner: ModelRunner, quantization: str) -> Roofline:
     """The model's sizes over what the device gives now. A token computes in its own experts only."""
-    decoder, weights, rest, expert_bytes = runner.decoder, 0, 0, 0
-    config = decoder.config
-    for layer in range(config.layers):
-        weights += rest  # the last layer's is for rows that are read
-        heads, *others = (rows * columns for rows, columns in config.layer_matrices(layer, config.experts_per_token))
-        weights, rest = weights + heads, sum(others) + config.hidden * config.experts * (layer in config.sparse)
-        expert_bytes += config.layer_bytes(layer, quantization) - config.layer_bytes(layer, quantization, experts=0)
+    decoder, config = runner.decoder, runner.decoder.config
+    token_flop, emit_flop = operations(config)
+    expert_bytes = sum(
+        config.layer_bytes(layer, quantization) - config.layer_bytes(layer, quantization, experts=0)
+        for layer in range(config.layers)
+    )
     return Roofline(
         weight_bytes=runner.info.weight_bytes,
-        token_flop=2 * weights,
-        emit_flop=2 * (rest + config.hidden * config.vocab_size),
+        token_flop=token_flop,
+        emit_flop=emit_flop,
         pair_flop=4 * (config.layers - 1) * config.heads * config.head_dim,
         kv_bytes=runner.cache.token_bytes,
         bandwidth=machine.bandwidth(decoder.device),
@@ -97,6 +97,17 @@ def roofline(runner: ModelRunner, quantization: str) -> Roofline:
         expert_share=config.experts_per_token / config.experts if config.sparse else 1.0,
         working_bytes=runner.info.working_bytes,
     )
+
+
+def operations(config: ModelConfig) -> tuple[int, int]:
+    """Two a weight that a token meets: of the last layer queries, keys and values; and the rest and the head, where it
+    is read."""
+    weights = rest = 0
+    for layer in range(config.layers):
+        weights += rest
+        heads, *others = (rows * columns for rows, columns in config.layer_matrices(layer, config.experts_per_token))
+        weights, rest = weights + heads, sum(others) + config.hidden * config.experts * (layer in config.sparse)
+    return 2 * weights, 2 * (rest + config.hidden * config.vocab_size)
 
 
 def _round_seconds(density: int, max_tokens: int, widest: float) -> float:
