@@ -37,7 +37,7 @@ class Shape:
     batches: tuple[int, ...] = (1, 8, 32)
     ratios: tuple[float, ...] = ()  # P:D, at the first point's L and B
     widths: tuple[int, ...] = ()  # tokens of a step
-    rounds: int = 2
+    rounds: int = 1
 
 
 SHAPES = {
@@ -48,7 +48,6 @@ SHAPES = {
     ),
     "llama-33b": Shape(
         6656, 17920, 60, 52, ((1024, 10, 28, 256), (2048, 5, 63, 256), (3072, 3, 127, 256), (1024, 11, 50, 512)),
-        rounds=1,
     ),
 }  # fmt: skip
 CASES = list(SHAPES)

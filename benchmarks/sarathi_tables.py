@@ -1,16 +1,20 @@
 """SARATHI's tables in this engine: what decodes cost alone and on a chunk, and every policy over L, B and P:D.
 
 Every policy runs the same requests through the same engine, by turns. A request has L tokens in all, P of prompt and D
-of output (L = P + D, P:D their ratio); B requests run at a time and as many again follow. `decode_speed_up` is what a
-decode costs in a batch of its own (the baseline's, which is request-level) over what it adds to a chunk's step; what a
-chunk alone takes is measured in the same turn.
+of output (L = P + D, P:D their ratio); B requests run at a time and twice as many follow. `end_to_end` compares whole
+runs, in which the first chunks go without decodes and the last decodes without chunks; `steady` the time from the end
+of the B-th request to that of the 2B-th, when neither is so. `decode_speed_up` is what a decode costs in a batch of its
+own (the baseline's, which is request-level) over what it adds to a chunk's step; what a chunk alone takes is measured
+in the same turn.
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 from statistics import median
+from typing import NamedTuple
 
 import torch
 
@@ -20,13 +24,14 @@ from benchmarks.machine import gemm_peak
 from paceline.batching.config import SchedulerConfig
 from paceline.controller import GroupConfig
 from paceline.core.batch import Batch
-from paceline.core.work import NewSequence, SliceWork
+from paceline.core.work import NewSequence, SliceOutput, SliceWork
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline
 
 CHUNK = 256
 POLICIES = ("request_level", "orca", "prefill_first", "sarathi_2023", "sarathi_serve", "paceline")
 BASELINE = POLICIES[0]
+BATCHES = 3  # of requests: one to begin with, one that is between others, one to end with
 
 
 @dataclass(frozen=True)
@@ -136,16 +141,32 @@ def config(policy: str, batch: int, chunk: int, length: int, block: int) -> Grou
     )
 
 
-def sample(
-    runner: ModelRunner, limits: GroupConfig, prompts: list[list[int]], output: int
-) -> list[tuple[Batch, float]]:
-    """All steps of a run, with their seconds."""
-    steps: list[tuple[Batch, float]] = []
+class Step(NamedTuple):
+    batch: Batch
+    seconds: float
+    finished: int  # requests by its end
+
+
+def sample(runner: ModelRunner, limits: GroupConfig, prompts: list[list[int]], output: int) -> list[Step]:
+    """All steps of a run."""
+    steps: list[Step] = []
+    tokens: Counter[str] = Counter()
     offline = Offline(runner, limits)
-    offline.on_step = lambda batch, outputs, forward_s, sample_s: steps.append((batch, forward_s + sample_s))
+
+    def on_step(batch: Batch, outputs: list[SliceOutput], forward_s: float, sample_s: float) -> None:
+        tokens.update({name: len(one.tokens) for name, one in zip(batch.requests, outputs, strict=True)})
+        finished = sum(count == output for count in tokens.values())
+        steps.append(Step(batch, forward_s + sample_s, finished))
+
+    offline.on_step = on_step
     outputs = offline.generate(prompts, [workload.greedy(output)] * len(prompts))
     assert all(len(one.tokens) == output for one in outputs)
     return steps
+
+
+def between(steps: list[Step], first: int, last: int) -> float:
+    """Seconds from the end of the first-th request to that of the last-th."""
+    return sum(step.seconds for before, step in pairwise(steps) if first <= before.finished < last)
 
 
 def compare(
@@ -154,42 +175,42 @@ def compare(
     """Every policy's seconds over those of request-level batches, and what its decodes cost beside theirs."""
     output, block = max(2, round(length / (ratio + 1))), runner.info.block_size
     rng = Random(f"{length} {batch} {ratio}")
-    prompts = [[rng.randrange(300, 8000) for _ in range(length - output)] for _ in range(2 * batch)]
-    seconds, gaps = defaultdict(list), defaultdict(list)
+    prompts = [[rng.randrange(300, 8000) for _ in range(length - output)] for _ in range(BATCHES * batch)]
+    seconds, steady, gaps = defaultdict(list), defaultdict(list), defaultdict(list)
     alone, riding = [], []
     for turn in range(rounds):
-        chunks = sample(runner, config("sarathi_2023", 1, chunk, length, block), prompts[:2], 1)
         by_start = defaultdict(list)
-        for step, took in chunks:
+        for step, took, _ in sample(runner, config("sarathi_2023", 1, chunk, length, block), prompts[:2], 1):
             by_start[step.starts[0], step.lengths[0]].append(took)
         for policy in policies[turn % len(policies) :] + policies[: turn % len(policies)]:
             steps = sample(runner, config(policy, batch, chunk, length, block), prompts, output)
-            seconds[policy].append(sum(took for _, took in steps))
-            gaps[policy].append(max(took for step, took in steps if step.shape.decodes))
+            seconds[policy].append(sum(step.seconds for step in steps))
+            steady[policy].append(between(steps, batch, 2 * batch))
+            gaps[policy].append(max(step.seconds for step in steps if step.batch.shape.decodes))
             if policy == BASELINE:
-                only = [(step, took) for step, took in steps if step.shape.tokens == step.shape.decodes]
-                alone.append(sum(took for _, took in only) / sum(step.shape.decodes for step, _ in only))
+                only = [step for step in steps if step.batch.shape.tokens == step.batch.shape.decodes]
+                alone.append(sum(step.seconds for step in only) / sum(step.batch.shape.decodes for step in only))
             elif policy == "sarathi_2023":
                 riding.append(marginal(steps, by_start))
-    base = seconds[BASELINE]
     result: dict = {"L": length, "B": batch, "P:D": ratio, "D": output, "chunk": chunk}
     result["ms_per_decode"] = {"alone": round(1e3 * median(alone), 3), "riding": round(1e3 * median(riding), 3)}
     if median(riding) > 0:  # else it is less than the noise of a chunk's time
         result["decode_speed_up"] = round(median(alone) / median(riding), 2)
-    result["end_to_end"] = {
-        policy: round(median(one / own for one, own in zip(base, taken, strict=True)), 3)
-        for policy, taken in seconds.items()
-    }
+    for name, all_taken in (("end_to_end", seconds), ("steady", steady)):
+        result[name] = {
+            policy: round(median(one / own for one, own in zip(all_taken[BASELINE], taken, strict=True)), 3)
+            for policy, taken in all_taken.items()
+        }
     result["seconds"] = {policy: round(median(taken), 2) for policy, taken in seconds.items()}
     result["longest_step_with_decodes_ms"] = {policy: round(1e3 * median(each), 1) for policy, each in gaps.items()}
     print(f"  {result}", flush=True)
     return result
 
 
-def marginal(steps: list[tuple[Batch, float]], chunks: dict[tuple[int, int], list[float]]) -> float:
+def marginal(steps: list[Step], chunks: dict[tuple[int, int], list[float]]) -> float:
     """Seconds that a decode adds to a step with a chunk: of all such steps, less those chunks alone."""
     extra, decodes = 0.0, 0
-    for step, took in steps:
+    for step, took, _ in steps:
         chunk = next((at for at in zip(step.starts, step.lengths, strict=True) if at[1] > 1), None)
         if chunk in chunks and step.shape.decodes and step.shape.chunks == 1:
             extra += took - median(chunks[chunk])
@@ -204,7 +225,7 @@ def prompt_alone(runner: ModelRunner, chunk: int, length: int, rounds: int) -> d
     ratios = []
     for _ in range(2 * rounds):
         parts, whole = (
-            sum(took for _, took in sample(runner, config("sarathi_2023", 1, size, length, block), prompts, 1))
+            sum(step.seconds for step in sample(runner, config("sarathi_2023", 1, size, length, block), prompts, 1))
             for size in (chunk, length)
         )
         ratios.append(parts / whole)

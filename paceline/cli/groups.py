@@ -54,6 +54,11 @@ def read_placement(path: Path, file: FleetFile | None) -> Placement:
     return placement
 
 
+def in_turn(models: list[str], devices: int) -> Placement:
+    """On each of so many devices the models of every `devices`-th place in the list."""
+    return Placement(tuple(Group((at,), Parallel(), tuple(models[at::devices])) for at in range(devices)))
+
+
 def quickest_share(placement: Placement | None, model: str) -> float:
     """Of what a step takes on one device, all stages together, in the quickest shape that the model has (the ranks of a
     stage share it); 0 where it is still to be planned."""

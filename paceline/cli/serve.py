@@ -19,10 +19,19 @@ from rich.table import Table
 from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
-from paceline.cli.accelerators import Accelerator, DType, check
+from paceline.cli.accelerators import Accelerator, DType, check, gpus
 from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
-from paceline.cli.groups import Limits, devices_of, on_cluster, plan, quickest_share, read_placement, worker_groups
+from paceline.cli.groups import (
+    Limits,
+    devices_of,
+    in_turn,
+    on_cluster,
+    plan,
+    quickest_share,
+    read_placement,
+    worker_groups,
+)  # fmt: skip
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
 from paceline.cli.placement_file import placement_json
 from paceline.cli.planning import names_of, planned
@@ -107,6 +116,9 @@ def serve(
     places = read_placement(placement, file) if placement else None
     models = find_models(sources, served_model_name or [], quantization, slo, device, dtype)
     devices = devices_of(file, places)
+    if device != "cpu" and not (ray or devices) and 0 < len(gpus()) < len(models):
+        places = in_turn([model.name for model in models], len(gpus()))
+        devices = devices_of(file, places)
     if not ray:
         check(device, devices or len(models))
     if device != "cpu" and devices and not places:

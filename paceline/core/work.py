@@ -18,7 +18,7 @@ class NewSequence:
     """A sequence that the engine has not seen (or has lost with its process)."""
 
     id: int
-    tokens: list[int]  # prompt, and what was generated before an engine was lost
+    tokens: Seq[int]  # prompt, and what was generated before an engine was lost
     num_prompt: int
     params: SamplingParams
 

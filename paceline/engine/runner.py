@@ -246,9 +246,9 @@ class ModelRunner:
             job.error = f"emits after token {end} of {len(sequence.tokens)} known"
         elif len(sequence.blocks) * self.info.block_size < work.start + work.length:
             job.error = f"{len(sequence.blocks)} blocks are too few for {work.start + work.length} tokens"
-        elif not all(0 <= block < blocks for block in work.blocks):
+        elif work.blocks and not (min(work.blocks) >= 0 and max(work.blocks) < blocks):
             job.error = f"block ids must be from 0 to {blocks - 1}"
-        elif not all(0 <= token < vocabulary for token in sequence.tokens[work.start : end]):
+        elif not (min(some := sequence.tokens[work.start : end]) >= 0 and max(some) < vocabulary):
             job.error = f"token ids must be from 0 to {vocabulary - 1}"
         else:
             job.runs, job.error = True, sequence.fault

@@ -68,13 +68,13 @@ class ChatTemplate:
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             await self._stop()
-            root = str(Path(__file__).resolve().parents[2])
+            places = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]  # packages are where ours are
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "paceline.server.template_worker"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                env={"PYTHONPATH": root, "LANG": "C.UTF-8", "TZ": os.environ.get("TZ", "")},
+                env={"PYTHONPATH": os.pathsep.join(places), "LANG": "C.UTF-8", "TZ": os.environ.get("TZ", "")},
                 start_new_session=True,
             )
             async with asyncio.timeout(START_LIMIT):  # an empty render answers when the imports are done

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from paceline.cli.placement_file import load_placement
 from paceline.cli.profile_cache import Device
 from paceline.core.cluster import KV_SHARE, Parallel
 from paceline.runtime.workers import Seat
+from tests.cli.command import paceline
 from tests.cli.test_fleet_file import write
 from tests.cli.test_groups import LIMITS
 
@@ -38,7 +40,7 @@ def four_gpus(tmp_path, monkeypatch):
 def test_gpus_are_those_that_may_be_used(monkeypatch, tmp_path):
     assert gpus() == ["0", "1", "2", "3"] and gpu_name() == "NVIDIA H100 80GB HBM3"
     check("cuda", 4)
-    with pytest.raises(ValueError, match="device: 5 workers need a GPU each and 4 are visible here"):
+    with pytest.raises(ValueError, match="device: the placement has devices up to 4, and 4 GPUs are visible here"):
         check("cuda", 5)
     monkeypatch.setenv(VISIBLE, "GPU-1f,3")
     assert gpus() == ["GPU-1f", "3"]
@@ -78,6 +80,22 @@ def test_each_worker_sees_its_own_gpu(tmp_path, monkeypatch):
     assert [options(one)["devices"] for one in by_ray] == [[], []]
     on_cpu = worker_groups(find_models([str(write(tmp_path, FLEET))], []), None, LIMITS)
     assert options(on_cpu[0])["devices"] == [] and options(on_cpu[0])["models"][0]["draft_quantization"] == "int8"
+
+
+def test_models_share_gpus_where_there_are_fewer(monkeypatch):
+    told = []
+
+    async def run(models, groups, *_):
+        told.append(groups)
+        return 0
+
+    monkeypatch.setattr("paceline.cli.serve.run", run)
+    for visible in ("0", "0,1", "0,1,2"):
+        monkeypatch.setenv(VISIBLE, visible)
+        assert paceline("serve", "builtin:coder", "builtin:coder-draft", "--device", "cuda").returncode == 0
+    names = [[[Path(model["path"]).name for model in options(one)["models"]] for one in groups] for groups in told]
+    assert names == [[["coder", "coder-draft"]], [["coder"], ["coder-draft"]], [["coder"], ["coder-draft"]]]
+    assert [options(one)["devices"] for one in told[1]] == [[0], [1]]
 
 
 def test_models_of_a_gpu_are_all_loaded(tmp_path):

@@ -411,4 +411,5 @@ def test_the_benchmark_runs() -> None:
     result = measure(shape, HOST)
     ours, theirs = (result[name] for name in ("ours", next(name for name in result if "transformers" in name)))
     assert set(ours["decode_ms"]) == set(theirs["decode_ms"]) == {1, 3}
-    assert set(ours["policies"][0]["end_to_end"]) == set(POLICIES) and ours["prompt_share_of_peak"] > 0
+    policies = ours["policies"][0]
+    assert set(policies["end_to_end"]) == set(policies["steady"]) == set(POLICIES) and ours["prompt_share_of_peak"] > 0

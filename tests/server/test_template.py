@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +94,16 @@ async def test_a_helper_that_died_is_replaced() -> None:
     assert await template.render(**VARIABLES) == "<s>"
     await template.close()
     await template.close()
+
+
+async def test_the_helper_finds_packages_where_the_server_does(tmp_path: Path, monkeypatch) -> None:
+    """Not only those of the interpreter: PYTHONPATH may lead to them."""
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'found')!r}, 'w').close()")
+    monkeypatch.syspath_prepend(tmp_path)
+    template = ChatTemplate("fine")
+    assert await template.render(**VARIABLES) == "fine"
+    await template.close()
+    assert (tmp_path / "found").exists()
 
 
 async def test_renders_do_not_mix() -> None:
