@@ -135,6 +135,7 @@ def ours(config: LlamaConfig, shape: Shape, device: str) -> dict:
     result |= timed(shape, lambda batch: Ours(runner, batch, shape.context))
     if shape.context >= 1024:
         result["decode_cost"] = sarathi_tables.decode_cost(runner, 6)
+    print(f"  {result}", flush=True)
     fit = [one for one in shape.points if 2 * one[1] * (one[0] // info.block_size + 1) <= info.num_blocks]
 
     def compare(length: int, batch: int, ratio: float, width: int, policies: tuple[str, ...]) -> dict:
