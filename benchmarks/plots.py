@@ -143,13 +143,16 @@ def _sarathi_tables(name: str, case: dict) -> list[Panel]:
         return {label(row): row[field_] for row in case.get(key, ()) if field_ in row}
 
     added = {text: 100 * case["decode_cost"][f"step_over_prompt_of_{text}"] for text in ("1021", "1024")}
-    end = "steady" if all("steady" in row for row in case["policies"]) else "end_to_end"
+    end, of = "end_to_end", "whole runs"
+    if all("steady" in row for row in case["policies"]):
+        end, of = "steady", "in the steady state"
     faster = "tokens/s over request-level batches'"
     found = [
         Panel(name, "prompt that it is compared with, tokens", "time that 3 decodes add to 1021 tokens, %",
               {text: {"measured": value} for text, value in added.items()}, (("1021", 2),)),
-        Panel("table 4", "L/B/P:D", faster, rows("policies", end, lambda row: f"{row['L']}/{row['B']}/{row['P:D']}")),
-        Panel("prompt to output", "P:D", faster, rows("ratio_sweep", end, lambda row: str(row["P:D"]))),
+        Panel(f"table 4, {of}", "L/B/P:D", faster,
+              rows("policies", end, lambda row: f"{row['L']}/{row['B']}/{row['P:D']}")),
+        Panel(f"prompt to output, {of}", "P:D", faster, rows("ratio_sweep", end, lambda row: str(row["P:D"]))),
         Panel("chunks", "tokens of a chunk", "longest step with decodes, ms",
               rows("chunk_sweep", "longest_step_with_decodes_ms", lambda row: str(row["chunk"])), log=True),
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.engine.attention import SliceSpan, rows_read
 
 SHORT = 16  # tokens of a slice whose keys are read in parts
-PROGRAMS = 512  # that keep a GPU busy: a few for each of its multiprocessors
+PROGRAMS = 264  # that keep a GPU busy: two for each of its multiprocessors
 MOST_PARTS = 16
 GATHERED = 2**16  # tokens of keys and values that are gathered at a time
 

@@ -279,6 +279,12 @@ def test_a_runner_yields_the_tokens_of_a_cpu(drafter: str, draft: int, device: s
     assert generate(device, drafter, draft) == on_cpu
 
 
+@pytest.mark.parametrize("drafter", [str(BUILTIN / "coder-draft"), "early_exit"], ids=["model", "early_exit"])
+def test_a_runner_with_graphs_does_too(drafter: str, flash: None, on_cpu: list[list[int]], monkeypatch) -> None:
+    monkeypatch.setattr("paceline.engine.model.Graphs", Eager)
+    assert generate(HOST, drafter, 3) == on_cpu
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("drafter", ["ngram", str(BUILTIN / "coder-draft")], ids=["ngram", "model"])
 def test_a_runner_in_half_precision(drafter: str, device: str, on_cpu: list[list[int]]) -> None:
