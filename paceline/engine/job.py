@@ -68,8 +68,10 @@ class Job:
     def output(self) -> SliceOutput:
         if self.error:
             return SliceOutput([], error=self.error)
-        counts = {"num_draft": len(self.draft), "num_accepted": self.accepted, "drafter": self.drafter}
-        return SliceOutput(self.tokens, self.logprobs, self.prompt_logprobs, **counts)
+        return SliceOutput(
+            self.tokens, self.logprobs, self.prompt_logprobs, num_draft=len(self.draft), num_accepted=self.accepted,
+            drafter=self.drafter,
+        )  # fmt: skip
 
     def take(self, token: int, logprob: TokenLogprobs | None) -> bool:
         """Emits a token; True where the next row counts too, since it was computed behind this very token."""

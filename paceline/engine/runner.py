@@ -324,9 +324,9 @@ class ModelRunner:
         """Of prompt tokens [start + 1, end + 1), for sequences that asked."""
         for job in jobs:
             sequence, start = job.sequence, job.span.start
-            targets = sequence.tokens[start + 1 : min(start + job.span.length + 1, sequence.num_prompt)].tolist()
             if sequence.params.prompt_logprobs is None:
                 continue
+            targets = sequence.tokens[start + 1 : min(start + job.span.length + 1, sequence.num_prompt)].tolist()
             for begin in range(0, len(targets), LOGIT_ROWS):
                 some = targets[begin : begin + LOGIT_ROWS]
                 logits = self.decoder.logits(hidden[job.begin + begin :][: len(some)])
