@@ -31,7 +31,7 @@ from paceline.cli.groups import (
     quickest_share,
     read_placement,
     worker_groups,
-)  # fmt: skip
+)
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
 from paceline.cli.placement_file import placement_json
 from paceline.cli.planning import names_of, planned
