@@ -37,7 +37,6 @@ class Shape:
     batches: tuple[int, ...] = (1, 8, 32)
     ratios: tuple[float, ...] = ()  # P:D, at the first point's L and B
     widths: tuple[int, ...] = ()  # tokens of a step
-    rounds: int = 1
 
 
 SHAPES = {
@@ -51,7 +50,7 @@ SHAPES = {
     ),
 }  # fmt: skip
 CASES = list(SHAPES)
-STEPS = 20
+STEPS, ROUNDS = 20, 1
 
 
 class RandomWeights(Checkpoint):
@@ -141,14 +140,14 @@ def ours(config: LlamaConfig, shape: Shape, device: str) -> dict:
     def compare(length: int, batch: int, ratio: float, width: int, policies: tuple[str, ...]) -> dict:
         """`width` tokens are a full batch's decodes and a chunk."""
         chunk = width - (batch - 1)
-        return sarathi_tables.compare(runner, length, batch, ratio, chunk, policies, shape.rounds)
+        return sarathi_tables.compare(runner, length, batch, ratio, chunk, policies, ROUNDS)
 
     result["policies"] = [compare(*point, sarathi_tables.POLICIES) for point in fit]
     length, batch, ratio, width = shape.points[0]
     some = (sarathi_tables.BASELINE, "sarathi_2023", "paceline")
     result["ratio_sweep"] = [compare(length, batch, one, width, some) for one in shape.ratios]
     result["chunk_sweep"] = [
-        compare(length, batch, ratio, one, some) | sarathi_tables.prompt_alone(runner, one, length, shape.rounds)
+        compare(length, batch, ratio, one, some) | sarathi_tables.prompt_alone(runner, one, length, ROUNDS)
         for one in shape.widths
     ]
     result["points_without_room"] = [list(point) for point in shape.points if point not in fit]

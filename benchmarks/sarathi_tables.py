@@ -196,10 +196,10 @@ def compare(
     result["ms_per_decode"] = {"alone": round(1e3 * median(alone), 3), "riding": round(1e3 * median(riding), 3)}
     if median(riding) > 0:  # else it is less than the noise of a chunk's time
         result["decode_speed_up"] = round(median(alone) / median(riding), 2)
-    for name, all_taken in (("end_to_end", seconds), ("steady", steady)):
+    for name, taken_by in (("end_to_end", seconds), ("steady", steady)):
         result[name] = {
-            policy: round(median(one / own for one, own in zip(all_taken[BASELINE], taken, strict=True)), 3)
-            for policy, taken in all_taken.items()
+            policy: round(median(one / own for one, own in zip(taken_by[BASELINE], taken, strict=True)), 3)
+            for policy, taken in taken_by.items()
         }
     result["seconds"] = {policy: round(median(taken), 2) for policy, taken in seconds.items()}
     result["longest_step_with_decodes_ms"] = {policy: round(1e3 * median(each), 1) for policy, each in gaps.items()}

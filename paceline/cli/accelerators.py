@@ -38,4 +38,4 @@ def check(accelerator: Accelerator, devices: int) -> None:
     if not found:
         raise ValueError(f"device: no NVIDIA GPU is visible here (/dev/nvidia0, {VISIBLE}); valid is cpu")
     if devices > found:
-        raise ValueError(f"device: the placement has devices up to {devices - 1}, and {found} GPUs are visible here")
+        raise ValueError(f"device: {devices} GPUs are needed, and {found} are visible here")

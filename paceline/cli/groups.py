@@ -55,7 +55,7 @@ def read_placement(path: Path, file: FleetFile | None) -> Placement:
 
 
 def in_turn(models: list[str], devices: int) -> Placement:
-    """On each of so many devices the models of every `devices`-th place in the list."""
+    """Models one after the other to the next device (round robin): nothing is known of their sizes or their traffic."""
     return Placement(tuple(Group((at,), Parallel(), tuple(models[at::devices])) for at in range(devices)))
 
 

@@ -40,7 +40,7 @@ def four_gpus(tmp_path, monkeypatch):
 def test_gpus_are_those_that_may_be_used(monkeypatch, tmp_path):
     assert gpus() == ["0", "1", "2", "3"] and gpu_name() == "NVIDIA H100 80GB HBM3"
     check("cuda", 4)
-    with pytest.raises(ValueError, match="device: the placement has devices up to 4, and 4 GPUs are visible here"):
+    with pytest.raises(ValueError, match="device: 5 GPUs are needed, and 4 are visible here"):
         check("cuda", 5)
     monkeypatch.setenv(VISIBLE, "GPU-1f,3")
     assert gpus() == ["GPU-1f", "3"]

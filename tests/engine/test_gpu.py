@@ -279,10 +279,14 @@ def test_a_runner_yields_the_tokens_of_a_cpu(drafter: str, draft: int, device: s
     assert generate(device, drafter, draft) == on_cpu
 
 
-@pytest.mark.parametrize("drafter", [str(BUILTIN / "coder-draft"), "early_exit"], ids=["model", "early_exit"])
-def test_a_runner_with_graphs_does_too(drafter: str, flash: None, on_cpu: list[list[int]], monkeypatch) -> None:
+@pytest.mark.slow  # a minute in Triton's interpreter
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # rows that are nobody's hold anything
+def test_a_runner_with_graphs_does_too(kernels: None, on_cpu: list[list[int]], monkeypatch, capsys) -> None:
+    """Of hybrid batches as well, of which some rows are read."""
     monkeypatch.setattr("paceline.engine.model.Graphs", Eager)
-    assert generate(HOST, drafter, 3) == on_cpu
+    assert generate(HOST, str(BUILTIN / "coder-draft"), 3) == on_cpu
+    assert not capsys.readouterr().err, "steps go without drafts"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -97,14 +97,14 @@ def test_a_step_that_fails_is_not_a_measurement():
 def test_what_lies_between_steps_is_time_too():
     """A run takes as long on a GPU, whose steps take less than it takes to ask for them."""
     engine = KnownEngine()
-    step, SHORT = engine.step, 1e-4
+    step, short = engine.step, 1e-4
 
     def slow(*arguments):
         sleep(profiler.SETTLED)
-        return step(*arguments)[0], SHORT, 0.0
+        return step(*arguments)[0], short, 0.0
 
     engine.step = slow
-    assert profiler.Bench(engine).run([(0, 8, True)]) == SHORT and len(engine.shapes) == 1
+    assert profiler.Bench(engine).run([(0, 8, True)]) == short and len(engine.shapes) == 1
 
 
 def test_a_real_engine_is_profiled(tmp_path):
