@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from random import Random
-from time import sleep
 from types import SimpleNamespace
 
 import pytest
@@ -28,8 +27,18 @@ def truth(shape: StepShape) -> float:
     )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def clock(request, monkeypatch):
+    """That of engines whose times are known."""
+    if "real" not in request.node.name:
+        monkeypatch.setattr(KnownEngine, "now", 0.0)
+        monkeypatch.setattr(profiler, "perf_counter", lambda: KnownEngine.now)
+
+
 class KnownEngine:
     """Takes as long as `truth` says, give or take a per cent, and checks what it is given."""
+
+    now = 0.0
 
     def __init__(self, num_blocks: int = 400, block_size: int = 16, context: int = 1024) -> None:
         self.info = EngineInfo(num_blocks, block_size, 1000, 1000, 3000, context, vocab_size=100)
@@ -56,7 +65,9 @@ class KnownEngine:
             return [], 0.0, 0.0
         self.shapes.append(shape)
         outputs = [SliceOutput([], error=self.error) for _ in slices]
-        return outputs, 0.9 * truth(shape) * self.rng.gauss(1, 0.01), 0.1 * truth(shape)
+        forward, sampling = 0.9 * truth(shape) * self.rng.gauss(1, 0.01), 0.1 * truth(shape)
+        KnownEngine.now += forward + sampling
+        return outputs, forward, sampling
 
 
 def test_what_it_measures_is_what_the_engine_takes():
@@ -100,7 +111,7 @@ def test_what_lies_between_steps_is_time_too():
     step, short = engine.step, 1e-4
 
     def slow(*arguments):
-        sleep(profiler.SETTLED)
+        KnownEngine.now += profiler.SETTLED
         return step(*arguments)[0], short, 0.0
 
     engine.step = slow
