@@ -15,7 +15,7 @@ NAMES = [
     "tails", "speculation", "smooth", "drafts", "placement", "alpaserve", "parallel", "dispatch", "loading",
     "simulation", "bubbles", "lookahead", "faults",
 ]  # fmt: skip
-APART = ["exactness", "gpu"]  # only by name: hours, or a GPU
+APART = ["exactness", "gpu", "async_steps"]  # only by name: hours, or a GPU
 SHAPES = ["qwen2.5-0.5b", "llama-3.2-1b"]
 
 

@@ -8,9 +8,11 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -68,6 +70,16 @@ def wait_ready(server: subprocess.Popen, minutes: int = 2) -> None:
             assert server.poll() is None, "the server ended"
             time.sleep(0.2)
     raise TimeoutError(f"the server is not ready after {minutes} minutes")
+
+
+def ready(server: subprocess.Popen) -> int:
+    """The port of a server that was to take a free one, as soon as it is ready; what it says later is passed on."""
+    for line in server.stderr:
+        print(line, end="", file=sys.stderr)
+        if found := re.search(r"ready in .* at http://\S+:(\d+)/v1", line):
+            threading.Thread(target=shutil.copyfileobj, args=(server.stderr, sys.stderr), daemon=True).start()
+            return int(found.group(1))
+    raise SystemExit("the server does not start")
 
 
 def run(model: str) -> dict:

@@ -174,6 +174,21 @@ def _gpu(name: str, case: dict) -> list[Panel]:
     ]  # fmt: skip
 
 
+def _async_steps(name: str, case: dict) -> list[Panel]:
+    def over(key: str) -> Bars:
+        kinds = {"composed ahead": case["async"], "in turn": case["in turn"]}
+        return {
+            streams: {label: kind[streams][key] for label, kind in kinds.items()} for streams in kinds["in turn"]
+        }
+
+    return [
+        Panel(f"{name} ({case['gpu']})", "streams", "tokens/s of decodes", over("decoding_tokens_s"), log=True),
+        Panel("between tokens", "streams", "P50, ms", over("p50_tbt_ms")),
+        Panel("between tokens", "streams", "P99, ms", over("p99_tbt_ms")),
+        Panel("first token", "streams", "mean, ms", over("mean_ttft_ms"), log=True),
+    ]
+
+
 def _tails(name: str, case: dict) -> list[Panel]:
     def over(key: str, scale: float = 1.0) -> Bars:
         found: Bars = {}
@@ -267,7 +282,7 @@ PICTURES: dict[str, Callable[[dict], list[list[Panel]]]] = {
     "floor": _each(_floor), "peers": _each(_peers), "sarathi_tables": _each(_sarathi_tables), "tails": _each(_tails),
     "prediction": lambda cases: [[panel for name, one in cases.items() for panel in _prediction(name, one)]],
     "scheduler": _scheduler, "faults": _faults, "loading": _loading, "speculation": _each(_speculation),
-    "smooth": _each(_smooth), "gpu": _each(_gpu),
+    "smooth": _each(_smooth), "gpu": _each(_gpu), "async_steps": _each(_async_steps),
 }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ class GroupConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     policy: str = "paceline"
     pipeline: int = 1  # batches in flight at most
+    ahead: int = 0  # batches beside those, composed before the last tokens of their sequences are known (`paceline`)
     max_waiting: int | None = None  # requests beyond those are rejected
     budget: GoalBudget | None = None  # chooses the width of each step; None: always `scheduler.token_budget`
     predict: Callable[[StepShape], float] | None = None  # seconds of a step on a machine at its usual pace
@@ -59,6 +60,8 @@ class GroupConfig:
     def __post_init__(self) -> None:
         if self.pipeline < 1:
             raise ValueError(f"pipeline: {self.pipeline} is not at least 1")
+        if self.ahead and (self.pipeline > 1 or self.policy != "paceline"):
+            raise ValueError(f"ahead: {self.ahead} is for the policy paceline and one stage; valid is 0")
 
 
 @dataclass(slots=True)
@@ -95,8 +98,9 @@ class Controller:
         """A group more. Returns its number."""
         lookahead = config.lookahead and config.lookahead()
         scheduler = Scheduler(
-            config.scheduler, policy(config.policy), config.budget, config.pipeline, config.predict, lookahead
-        )
+            config.scheduler, policy(config.policy), config.budget, config.pipeline, config.predict, lookahead,
+            config.ahead,
+        )  # fmt: skip
         number, resident = len(self.groups), config.resident
         self.groups.append(GroupState(config, scheduler, up=resident, resident=resident, load_s=config.load_s))
         device = config.device
@@ -193,9 +197,10 @@ class Controller:
         groups = self.groups
         stages, schedulers = max(groups[i].config.pipeline for i in lanes), [groups[i].scheduler for i in lanes]
         entering = any(one.entering is not None for one in schedulers)
-        if entering or plain(full)(sum(len(one.flying) for one in schedulers), stages):
-            return None
         lanes = [i for i in lanes if groups[i].scheduler.num_sequences]
+        ahead = groups[lanes[0]].config.ahead if len(lanes) == 1 else 0  # else it is others' turn
+        if entering or plain(full)(sum(len(one.flying) for one in schedulers), stages, ahead):
+            return None
         served, tried = [groups[i].served for i in lanes], [False] * len(lanes)
         turns = [groups[i].scheduler.turn(now) for i in lanes]
         each = _total(seconds for _, seconds in turns)

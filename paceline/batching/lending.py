@@ -16,13 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.batching.blocks import give_back, num_held, num_there
-from paceline.batching.moves import kept_free, lacks, most_held, newest, num_waiting, preempt
+from paceline.batching.moves import kept_free, lacks, most_held, newest, num_waiting, preempt, takes_no_step
 from paceline.batching.scheduler import Scheduler
 from paceline.batching.state import (
     AWAY,
     BLOCK_SIZE,
-    ENTERING,
-    FLYING,
     HEAD,
     IDLE,
     LANDED,
@@ -30,7 +28,6 @@ from paceline.batching.state import (
     MAX_BATCH,
     NUM_BLOCKS,
     OWN_BLOCKS,
-    PIPELINE,
     RUNNING,
     SPARE,
     STACK,
@@ -80,7 +77,7 @@ def needed(s: State) -> int:
 def wanted(s: State) -> int:
     """Blocks held, and free for admission, if the next step is to take what its budget allows; without drafts."""
     total, size, numbers = num_held(s), s.limits[BLOCK_SIZE], s.numbers
-    if s.now[FLYING] >= s.limits[PIPELINE] or s.now[ENTERING] >= 0:
+    if takes_no_step(s):
         return total  # there is none now
     for i in range(s.now[RUNNING]):
         row = numbers[s.running[i]]

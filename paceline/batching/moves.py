@@ -20,9 +20,11 @@ from paceline.batching.blocks import blocks_for, forget_all, look_up, num_free, 
 from paceline.batching.budget import room_within_goals, seconds_at_pace
 from paceline.batching.state import (
     ADAPTIVE,
+    AHEAD,
     ARRIVAL,
     AT,
     AWAY,
+    BEGIN,
     BESIDE,
     BLOCK_SIZE,
     CACHED_TOKENS,
@@ -69,6 +71,7 @@ from paceline.core.batch import AGAIN
 from paceline.core.request import (
     ASKED,
     COMPUTED,
+    ENDED,
     HASHED,
     HELD,
     IN_FLIGHT,
@@ -82,7 +85,30 @@ from paceline.core.request import (
     SERIAL,
 )
 
+SHORT_S = 0.02  # behind a step that takes longer none is composed ahead: little would be won, and who comes would wait
+
 # What a policy is made of
+
+
+@part
+def ring(s: State) -> int:
+    """Steps that may be in flight."""
+    return s.limits[PIPELINE] + s.limits[AHEAD]
+
+
+@part
+def takes_no_step(s: State) -> bool:
+    """Whether the group's workers take no step now.
+
+    One is composed ahead only where it needs no token of those in flight but their number: without drafts, and where
+    nobody could have to be preempted for it.
+    """
+    now = s.now
+    if now[FLYING] < s.limits[PIPELINE]:
+        return now[ENTERING] >= 0
+    if now[FLYING] >= ring(s):
+        return True
+    return now[DRAFTING] > 0 or num_free(s) < now[RUNNING] or s.clocks[0] - s.factors[BEGIN] > SHORT_S
 
 
 @part
@@ -462,8 +488,8 @@ def _ready_decodes(s: State, order: Ints, most: int, drafts: Ints, deep: int, dr
         if taken == most:
             break
         slot = order[i]
-        computed = numbers[slot, COMPUTED]
-        if computed < numbers[slot, PROMPT] or numbers[slot, IN_FLIGHT] > 0:
+        computed = numbers[slot, SCHEDULED]
+        if computed < numbers[slot, PROMPT] or (numbers[slot, IN_FLIGHT] > 0 and not _goes_on(s, slot)):
             continue
         held = numbers[slot, HELD] * size
         draft = max(0, min(drafts[slot], deep, numbers[slot, LIMIT] - numbers[slot, KNOWN] - 1))
@@ -479,6 +505,15 @@ def _ready_decodes(s: State, order: Ints, most: int, drafts: Ints, deep: int, dr
     s.now[SLICES] = s.now[DECODES] = taken
     s.now[WIDTH] = width
     return needed
+
+
+@part
+def _goes_on(s: State, slot: int) -> bool:
+    """Whether a sequence in flight can decode in a step composed ahead: it is about to know one token more, and that is
+    not its last."""
+    row = s.numbers[slot]
+    wanted = s.limits[AHEAD] > 0 and row[ENDED] == 0
+    return wanted and row[SCHEDULED] == row[KNOWN] and row[SCHEDULED] + 1 < row[LIMIT]
 
 
 @part

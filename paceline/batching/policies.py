@@ -25,10 +25,13 @@ from paceline.batching.moves import (
     num_drafted,
     num_waiting,
     pending,
+    ring,
     room,
+    takes_no_step,
 )
 from paceline.batching.pace import learn_share, learn_waits
 from paceline.batching.state import (
+    AHEAD,
     AT,
     BEGIN,
     BY_GOAL,
@@ -373,9 +376,9 @@ def compose(s: State) -> int:
     is nothing to do, or it has to wait. `s.lost` says who lost its blocks for it."""
     now, number = s.now, s.limits[POLICY]
     now[LOST] = 0
-    if now[FLYING] >= s.limits[PIPELINE] or now[ENTERING] >= 0:
-        return 0  # the pipeline takes no batch now
-    now[AT] = now[NEXT_BATCH] % s.limits[PIPELINE]
+    if takes_no_step(s):
+        return 0
+    now[AT] = now[NEXT_BATCH] % ring(s)
     while True:
         now[SLICES] = now[DECODES] = now[WIDTH] = now[PREEMPTED] = 0
         if number == PACELINE:
@@ -401,7 +404,7 @@ def compose(s: State) -> int:
     if now[SLICES] > 0:
         depart(s)
         take_off(s)
-        if s.limits[LATE] > 0:
+        if s.limits[LATE] > 0 and s.limits[AHEAD] == 0:
             now[ENTERING] = now[NEXT_BATCH]
         now[NEXT_BATCH] += 1
     return now[SLICES]
@@ -433,10 +436,11 @@ def land(s: State, batch: int, tokens: Bytes) -> int:
     """The batch is done, and its slices yielded so many tokens. Returns their sum."""
     leave_first_stage(s, batch)
     s.now[FLYING] -= 1
-    at, stages, landed = batch % s.limits[PIPELINE], s.limits[PIPELINE], s.factors[LANDED]
+    at, landed = batch % ring(s), s.factors[LANDED]
     slip = landed - s.ends[at]
-    for k in range(stages):  # what it took longer, those behind it wait
+    for k in range(ring(s)):  # what it took longer, those behind it wait
         s.ends[k] += slip
+    for k in range(s.limits[PIPELINE]):
         s.clocks[k] = s.clocks[k] + slip if s.now[FLYING] > 0 else min(s.clocks[k], landed)
     return arrive(s, at, tokens)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from paceline.batching.blocks import blocks_for, num_free
 from paceline.batching.budget import add_chunk, seconds_at_pace, widest_of
-from paceline.batching.moves import left_of, num_waiting, within
+from paceline.batching.moves import left_of, num_waiting, ring, within
 from paceline.batching.pace import share_of
 from paceline.batching.policies import PREFILL_FIRST, done, even_share, joins, seconds_of_whole, spreads
 from paceline.batching.state import (
@@ -132,8 +132,8 @@ def left_of_flight(s: State, now: float) -> float:
     """Seconds until there may be another step."""
     if s.now[FLYING] == 0:
         return 0.0
-    full = s.now[FLYING] >= s.limits[PIPELINE]
-    return max(0.0, max(s.clocks[0], s.ends[s.now[NEXT_BATCH] % s.limits[PIPELINE]] if full else 0.0) - now)
+    full = s.now[FLYING] >= ring(s)
+    return max(0.0, max(s.clocks[0], s.ends[s.now[NEXT_BATCH] % ring(s)] if full else 0.0) - now)
 
 
 @part

@@ -25,6 +25,7 @@ from paceline.batching.prediction import (
 from paceline.batching.sharing import time_of_next_due
 from paceline.batching.state import (
     ADAPTIVE,
+    AHEAD,
     ARRIVAL,
     BEGIN,
     BLOCK_SIZE,
@@ -77,7 +78,7 @@ from paceline.batching.state import (
 from paceline.compiled import BOOL, BYTES, F64, I64, INTS, VOID, Handle, entry, plain
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.protocols import Lookahead
-from paceline.core.request import HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Request, Sequence
+from paceline.core.request import ENDED, HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Request, Sequence
 
 Predict = Callable[[StepShape], float]
 
@@ -102,7 +103,7 @@ _pace_of, _learn_beside = plain(pace_of), plain(learn_beside)
 
 def make_state(
     config: SchedulerConfig, policy: Policy, pipeline: int, budget: GoalBudget | None, adaptive: bool, slots: int = 256,
-    table: int = 1,
+    table: int = 1, ahead: int = 0,
 ) -> State:  # fmt: skip
     """An empty group's, with room for so many sequences, and blocks of one."""
     limits, factors = np.zeros(NUM_LIMITS, np.int64), np.zeros(NUM_FACTORS)
@@ -111,7 +112,7 @@ def make_state(
     limits[NUM_BLOCKS] = limits[OWN_BLOCKS] = config.num_blocks
     limits[MAX_MODEL_LEN], limits[MAX_PROMPT_TOKENS] = config.max_model_len or 0, config.max_num_batched_tokens
     limits[POLICY], limits[RESERVES], limits[LATE] = policy.number, policy.reserves, policy.late
-    limits[PIPELINE], limits[ADAPTIVE], limits[BY_GOAL] = pipeline, adaptive, policy.by_goal
+    limits[PIPELINE], limits[ADAPTIVE], limits[BY_GOAL], limits[AHEAD] = pipeline, adaptive, policy.by_goal, ahead
     factors[PACE], factors[WIDE], factors[GOAL] = 1.0, 1.0, NONE
     linear, terms = np.zeros(0), np.zeros(6)
     if budget is not None:
@@ -133,11 +134,12 @@ class Scheduler:
         pipeline: int = 1,
         predict: Predict | None = None,
         lookahead: Lookahead | None = None,
+        ahead: int = 0,
     ) -> None:
-        self.config, self.policy, self.pipeline = config, policy, pipeline
+        self.config, self.policy, self.pipeline, self.ring = config, policy, pipeline, pipeline + ahead
         self.lookahead = lookahead
         self.predict = predict
-        self.state = make_state(config, policy, pipeline, budget, lookahead is not None)
+        self.state = make_state(config, policy, pipeline, budget, lookahead is not None, ahead=ahead)
         self.handle = Handle(STATE, self.state)
         self.flying: dict[int, Batch] = {}  # by the batch's number
         self._begun: dict[int, float] = {}  # likewise: when it was composed
@@ -268,7 +270,7 @@ class Scheduler:
             _say_why(self.handle)
         counts = s.now.tolist()
         number = counts[NEXT_BATCH] - 1
-        step = s.steps[number % self.pipeline, :, :count]
+        step = s.steps[number % self.ring, :, :count]
         slots, drafts = step[SLOT], step[DRAFT].tolist() if counts[DRAFTING] and step[DRAFT].any() else None
         shape, decodes = StepShape(*s.shape.tolist()), counts[DECODES]
         batch = Batch(
@@ -278,7 +280,7 @@ class Scheduler:
             self._sequences[slots].tolist(),
             step[START].tolist(),
             step[LENGTH].tolist(),
-            s.emits[number % self.pipeline, :count].tobytes(),
+            s.emits[number % self.ring, :count].tobytes(),
             decodes,
             shape,
             self._predicted(shape, decodes, decodes + sum(drafts or ()), spent if drafts else None),
@@ -309,8 +311,9 @@ class Scheduler:
         if id not in self.flying:
             return None
         batch, begun = self.flying.pop(id), self._begun.pop(id)
+        begun = max(begun, self.state.factors[LANDED])  # one composed ahead
         self.state.factors[LANDED] = now
-        step = self.state.steps[id % self.pipeline, :, : len(batch.requests)]
+        step = self.state.steps[id % self.ring, :, : len(batch.requests)]
         slots = step[SLOT]
         if self.predict and result.seconds and not batch.drafts:
             took, predicted = result.seconds - result.draft_seconds, self.predict(batch.shape)
@@ -371,6 +374,7 @@ class Scheduler:
         self._num_ended += flying - sequence.ended
         sequence.ended = flying
         if flying:
+            sequence.row[ENDED] = 1
             _take_no_more(self.handle, sequence.slot)
             return False
         _end(self.handle, sequence.slot)

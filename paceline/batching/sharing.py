@@ -56,10 +56,10 @@ def soonest(expected: Any, queued: Any, able: Any) -> int:
 
 
 @part
-def full(flying: int, stages: int) -> bool:
+def full(flying: int, stages: int, ahead: int = 0) -> bool:
     """Whether a device whose groups have so many steps in flight takes no more: in a pipeline one more than it has
     stages, since a short one does not fill the second while a long one is in it."""
-    return flying >= (stages + 1 if stages > 1 else 1)
+    return flying >= ahead + (stages + 1 if stages > 1 else 1)
 
 
 @part

@@ -23,11 +23,12 @@ NONE = np.inf  # no goal
 SLOT, START, LENGTH, DRAFT = range(4)
 # columns of `times`: seconds. Prompts are in the order of WANTED, then of arrival; LAST: token, in a simulation
 ARRIVAL, WANTED, TBT, LAST = range(4)
-# `limits` of the group. NUM_BLOCKS: what it may have now; OWN_BLOCKS: what it can have at any time (`lending`)
+# `limits` of the group. NUM_BLOCKS: what it may have now; OWN_BLOCKS: what it can have at any time (`lending`); AHEAD:
+# steps that may be composed before those in flight have left a stage free, since the engine keeps them until then
 (
     TOKEN_BUDGET, MAX_BATCH, BLOCK_SIZE, NUM_BLOCKS, WATERMARK, MAX_MODEL_LEN, MAX_PROMPT_TOKENS, POLICY, RESERVES,
-    LATE, PIPELINE, ADAPTIVE, TILE, KNEE, MAXIMUM, BY_GOAL, OWN_BLOCKS, NUM_LIMITS,
-) = range(18)  # fmt: skip
+    LATE, PIPELINE, ADAPTIVE, TILE, KNEE, MAXIMUM, BY_GOAL, OWN_BLOCKS, AHEAD, NUM_LIMITS,
+) = range(19)  # fmt: skip
 # `now`: what is counted. Of the queues (waiting: from HEAD to TAIL), of the step that is being composed (AT: its place
 # in the ring of steps), of blocks
 (
@@ -60,10 +61,10 @@ class State(NamedTuple):
     running: Ints  # [slots] in arrival order
     prompts: Ints  # [slots] running, with prompt tokens which no batch has taken, in the policy's order
     cohorts: Ints  # [pipeline] batches of requests, the first to come back first
-    steps: Ints  # [pipeline, 4, slots] the step that is being composed, and those in flight: a ring by batch number
-    emits: Bytes  # [pipeline, slots] whether their slices will yield a token
-    sizes: Ints  # [pipeline] slices
-    ends: Floats  # [pipeline] when they are expected to be done
+    steps: Ints  # [ring, 4, slots] the step that is being composed, and those in flight: by number, pipeline + ahead
+    emits: Bytes  # [ring, slots] whether their slices will yield a token
+    sizes: Ints  # [ring] slices
+    ends: Floats  # [ring] when they are expected to be done
     clocks: Floats  # [pipeline] when each stage is expected to be free of them
     shape: Ints  # [7] what the newest one's time depends on, as `core.batch.StepShape`
     lost: Ints  # [2 slots] who lost its blocks for it
@@ -102,15 +103,15 @@ def make(
     limits: Ints, factors: Floats, linear: Floats, terms: Floats, most_blocks: int, slots: int, table: int
 ) -> State:  # fmt: skip
     """An empty group that never has more than `most_blocks`, with room for so many sequences, and blocks of one."""
-    count, pipeline = max(1, most_blocks), int(limits[PIPELINE])
+    count, pipeline, ring = max(1, most_blocks), int(limits[PIPELINE]), int(limits[PIPELINE] + limits[AHEAD])
     now = np.zeros(NUM_COUNTS, np.int64)
     now[FREE_SLOTS], now[ENTERING] = slots, -1
     row = np.zeros
     return State(
         limits, now, factors, row((slots, NUM_COLUMNS), np.int64), row((slots, 4)), row(slots, np.int64),
         row(slots, np.int64), np.arange(slots - 1, -1, -1), row(2 * slots, np.int64), row(slots, np.int64),
-        row(slots, np.int64), row(pipeline + 1, np.int64), row((pipeline, 4, slots), np.int64),
-        row((pipeline, slots), np.uint8), row(pipeline, np.int64), row(pipeline), row(pipeline), row(7, np.int64),
+        row(slots, np.int64), row(pipeline + 1, np.int64), row((ring, 4, slots), np.int64),
+        row((ring, slots), np.uint8), row(ring, np.int64), row(ring), row(pipeline), row(7, np.int64),
         row(2 * slots, np.int64), row(slots, np.int64), row((slots, table), np.int32), row((slots, 1), np.int64),
         row((5, count), np.int32), row(count, np.int64), row(1 << (2 * count - 1).bit_length(), np.int32), linear,
         terms,

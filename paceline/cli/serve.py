@@ -76,6 +76,13 @@ def serve(
         float | None, typer.Option(min=0.0, help="Seconds between tokens: no step is to be longer. Profiles the model.")
     ] = None,
     policy: Annotated[str, typer.Option(help="How steps are composed (docs/batching.md).")] = DEFAULTS.policy,
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Compose steps before the last one's tokens are known; default: on GPUs, by the policy paceline.",
+        ),
+    ] = None,
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
     device: Annotated[Accelerator, typer.Option(help="What computes; cuda: a GPU for each worker.")] = "cpu",
     dtype: Annotated[DType, typer.Option(help="Of weights; auto: float32 on CPUs, bfloat16 on GPUs.")] = "auto",
@@ -109,6 +116,8 @@ def serve(
     if tbt_goal is not None and not composer.within_goals:
         able = ", ".join(sorted(name for name, one in policies.POLICIES.items() if one.within_goals))
         raise ValueError(f"tbt-goal: policy {policy!r} takes no notice of goals between tokens; {able} do")
+    if async_scheduling and policy != DEFAULTS.policy:
+        raise ValueError(f"async-scheduling: policy {policy!r} composes no steps ahead; {DEFAULTS.policy} does")
     maximum = token_budget or DEFAULTS.token_budget
     slo = SLO(tbt=tbt_goal)
     sources = sources or [f"builtin:{name}" for name in builtin_names()]
@@ -163,7 +172,8 @@ def serve(
     if planning and file and known:
         with console.status("planning"):
             places = plan(file, known)
-    fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, record=record)
+    ahead = device != "cpu" and policy == DEFAULTS.policy if async_scheduling is None else async_scheduling
+    fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, async_scheduling=ahead, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
     groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None, room=room)
     started = groups(places)

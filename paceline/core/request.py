@@ -92,6 +92,7 @@ COHORT = 10  # which batch it stays with, where batches are made of requests
 PREEMPTIONS = 11  # how often it was
 TAG = 12  # the simulator's name for it
 HELD_BACK = 13  # why it may draft nothing in the step that it is part of: one of `UNPAID` to `MEMORY`
+ENDED = 14  # it is dropped when the last batch that it is part of is done
 NUM_COLUMNS = 16
 # drafts are not worth their time; no goal would be held with them; no tokens of the budget are left for them; its next
 # token is its last; there are no free blocks

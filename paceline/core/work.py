@@ -84,6 +84,24 @@ class EngineInfo:
         return self.planned_bytes - self.weight_bytes - self.kv_bytes
 
 
+Outcome = tuple[list[SliceOutput], float, float]  # outputs in order, seconds of forward pass and of sampling
+
+
+class BegunStep(Protocol):
+    """One that a device has been asked for."""
+
+    draft_s: float  # seconds of its forward pass in which tokens were drafted
+
+    @property
+    def done(self) -> bool:
+        """Whether `finish` does not wait for the device."""
+        ...
+
+    def finish(self) -> Outcome:
+        """To be called once, in the order in which steps began."""
+        ...
+
+
 class Engine(Protocol):
     """One model on one device, or a worker's part of it."""
 
@@ -93,10 +111,9 @@ class Engine(Protocol):
     first: bool  # where its group's steps begin: the first stage
     answers: bool  # its outputs are those of its group; other workers have none
     draft_s: float  # seconds of the last step's forward pass in which tokens were drafted
+    overlaps: bool  # it is `Overlapping`, as it was loaded
 
-    def step(
-        self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]
-    ) -> tuple[list[SliceOutput], float, float]:
+    def step(self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]) -> Outcome:
         """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
         ...
 
@@ -106,4 +123,16 @@ class Engine(Protocol):
 
     def release(self) -> None:
         """Gives its memory back; it is not used any more."""
+        ...
+
+
+class Overlapping(Engine, Protocol):
+    """An engine whose steps can begin before the last one's tokens are known: a device knows them."""
+
+    def follows(self, slices: Seq[SliceWork]) -> bool:
+        """Whether a step of these slices can begin, and not wait for the device, before the last one is finished."""
+        ...
+
+    def begin(self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]) -> BegunStep:
+        """As `step`, until the device has been asked for what does not depend on tokens that it has yet to sample."""
         ...

@@ -293,6 +293,8 @@ class EncoderRunner:
         gc.collect()
         pages.trim_heap()
 
+    overlaps = False
+
     @torch.inference_mode()
     def step(
         self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -12,6 +12,9 @@ from paceline.core.request import SamplingParams
 from paceline.core.work import SliceOutput, SliceWork, TokenLogprobs
 from paceline.engine.attention import SliceSpan
 from paceline.engine.sampler import SamplingState
+
+if TYPE_CHECKING:
+    from paceline.engine.begun import Begun
 
 T = TypeVar("T")
 
@@ -26,6 +29,8 @@ class EngineSequence:
     params: SamplingParams
     state: SamplingState | None  # where nobody samples or drafts, there is none
     fault: str = ""  # why it could not be learnt
+    awaited: "Begun | None" = None  # the step that has a token more, in this row of its tokens
+    row: int = 0
     blocks: array = field(default_factory=lambda: array("q"))  # ids, as NumPy reads them without a copy
     num_followed: int = 0  # tokens whose keys and values a draft model has
     num_filled: int = 0  # blocks that it is known to have filled

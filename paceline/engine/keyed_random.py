@@ -69,6 +69,6 @@ def token_hash(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 def gumbel(keys: list[int], ids: torch.Tensor) -> torch.Tensor:
     """Standard Gumbel noise float64 [len(keys), len(ids)] for position keys and token ids, on the device of `ids`."""
     signed = [key - (1 << 64) if key >> 63 else key for key in keys]
-    hashes = token_hash(torch.tensor(signed, dtype=torch.int64, device=ids.device)[:, None], ids)
+    hashes = token_hash(torch.tensor(signed, dtype=torch.int64).to(ids.device, non_blocking=True)[:, None], ids)
     complement = (0xFFFFFFFF - hashes).double() + 0.5  # 1 - u is exact where it matters: near u = 1
     return -torch.log(-torch.log1p(-complement * 2.0**-32))

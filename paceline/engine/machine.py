@@ -71,11 +71,19 @@ class Moment:
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record(torch.cuda.current_stream(device))
 
+    @property
+    def passed(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def wait(self) -> None:
+        if self.event:
+            self.event.synchronize()
+
     def until(self, later: "Moment") -> float:
         """Seconds; waits for the later one."""
         if self.event is None or later.event is None:
             return later.at - self.at
-        later.event.synchronize()
+        later.wait()
         return 1e-3 * self.event.elapsed_time(later.event)
 
 

@@ -22,6 +22,7 @@ from paceline.core.drafter_name import ERROR
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, verdict
 from paceline.engine.attention import SliceSpan
+from paceline.engine.begun import NO_DISTRIBUTION, Begun
 from paceline.engine.config import ModelConfig
 from paceline.engine.draft_models import DecoderModel, DraftModel
 from paceline.engine.drafters import Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel
@@ -36,8 +37,6 @@ from paceline.engine.parallel import Peers, Place
 from paceline.engine.sampler import SamplingState
 from paceline.engine.verdict import compared
 from paceline.speculation import ngram, rejection
-
-NO_DISTRIBUTION = "the model gave no distribution (logits are NaN or infinite)"
 
 
 class ModelRunner:
@@ -62,7 +61,8 @@ class ModelRunner:
         self.sequences: dict[int, EngineSequence] = {}
         self.drafter: Drafter = PromptLookup()
         self.grammars = grammars
-        self.draft_s = 0.0
+        self.draft_s = self.finished = 0.0  # when the last step was
+        self._open: Begun | None = None  # the step begun last, if only the device knows its tokens
         self._complaints: set[str] = set()
         self._progress = np.zeros(1, np.int64)
 
@@ -73,6 +73,11 @@ class ModelRunner:
     @property
     def waiting(self) -> bool:
         return self.peers is not None and self.peers.waiting
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps can begin before the last one is finished: a device computes them, and nobody else drafts."""
+        return self.device != "cpu" and self.peers is None and isinstance(self.drafter, PromptLookup)
 
     @staticmethod
     def load(
@@ -176,11 +181,21 @@ class ModelRunner:
         gc.collect()
         pages.trim_heap()
 
-    @torch.inference_mode()
     def step(
         self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]
     ) -> tuple[list[SliceOutput], float, float]:
         """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
+        return self.begin(new, slices, dropped).finish()
+
+    def follows(self, slices: Seq[SliceWork]) -> bool:
+        """Whether a step of these slices can begin, and not wait for the device, before the last one is finished."""
+        known = (self.sequences.get(work.id) for work in slices if not work.num_draft)
+        return sum(sequence is None or _is_plain(sequence) for sequence in known) == len(slices)
+
+    @torch.inference_mode()
+    def begin(self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]) -> Begun:
+        """As `step`, until the device has been asked for all of it, or has computed it where its tokens depend on each
+        other, or on those of the last step in more than what there is to look up."""
         for name in dropped:
             self.sequences.pop(name, None)
         for sequence in new:
@@ -190,27 +205,30 @@ class ModelRunner:
         for job in jobs:
             self._prepare(job)
         runs = [job for job in jobs if job.runs]
+        plain = self.overlaps and all(_is_plain(job.sequence) and not job.work.num_draft for job in runs)
+        if not plain:
+            self._settle()
         self._draft(runs, started)
         hidden = self._forward(runs)
         if self.peers:
             machine.finish(self.device)  # nobody waits for what has only been asked for
-        computed, sampling = machine.Moment(self.device), 0.0
+        begun = Begun(self, jobs, started, waited, self.draft_s)
         if self.last:
+            begun.computed = machine.Moment(self.device)
             begin = 0
             for job in (job for job in runs if job.runs):
                 job.begin = begin
                 begin += job.span.what_is_read.length
             self._prompt_logprobs([job for job in runs if job.runs], hidden)
-            head_seconds = self._emit([job for job in runs if job.runs and job.work.emits], hidden)
-            sampling = computed.until(machine.Moment(self.device)) - head_seconds
+            emitting = [job for job in runs if job.runs and job.work.emits]
+            asked = [job for job in emitting if not job.error]
+            if emitting and not (plain and self._ask(begun, asked, hidden)):
+                self._settle()
+                begun.heads = self._emit(emitting, hidden)
+            begun.sampled = machine.Moment(self.device)
         elif hidden.shape[0]:
             self.peers.send(hidden)
-        if self.drafts and self.answers:
-            self.drafter.settle([job for job in jobs if not job.error])
-        forward = perf_counter() - started - sampling
-        if self.peers:
-            forward -= self.peers.waited_s - waited
-        return [job.output() for job in jobs] if self.answers else [], forward, sampling
+        return begun
 
     def _learn(self, new: NewSequence) -> None:
         config, state, fault = self.decoder.config, None, ""
@@ -240,15 +258,16 @@ class ModelRunner:
             self._catch_up(job)
         sequence.blocks[work.first_block :] = array("q", work.blocks)
         end, vocabulary, blocks = job.end, self.decoder.config.vocab_size, self.cache.num_blocks
-        if not 0 <= work.start < end <= len(sequence.tokens):
-            job.error = f"tokens [{work.start}, {end}) of {len(sequence.tokens)} known"
-        elif work.emits and end != len(sequence.tokens):
-            job.error = f"emits after token {end} of {len(sequence.tokens)} known"
+        known = len(sequence.tokens) + (sequence.awaited is not None)
+        if not 0 <= work.start < end <= known:
+            job.error = f"tokens [{work.start}, {end}) of {known} known"
+        elif work.emits and end != known:
+            job.error = f"emits after token {end} of {known} known"
         elif len(sequence.blocks) * self.info.block_size < work.start + work.length:
             job.error = f"{len(sequence.blocks)} blocks are too few for {work.start + work.length} tokens"
         elif work.blocks and not (min(work.blocks) >= 0 and max(work.blocks) < blocks):
             job.error = f"block ids must be from 0 to {blocks - 1}"
-        elif not (min(some := sequence.tokens[work.start : end]) >= 0 and max(some) < vocabulary):
+        elif (some := sequence.tokens[work.start : end]) and not (min(some) >= 0 and max(some) < vocabulary):
             job.error = f"token ids must be from 0 to {vocabulary - 1}"
         else:
             job.runs, job.error = True, sequence.fault
@@ -302,12 +321,7 @@ class ModelRunner:
                 rows = sum(job.span.length for job in jobs)
                 x = self.peers.receive(rows, decoder.config.hidden, decoder.dtype)
                 return decoder.run(x, plan, self.cache, progress)
-            tokens = [
-                token
-                for job in jobs
-                for token in (*job.sequence.tokens[job.span.start :][: job.span.length], *job.draft)
-            ]
-            return decoder.forward(torch.tensor(tokens), plan, self.cache, progress)
+            return decoder.forward(self._ids(jobs), plan, self.cache, progress)
         except Exception as error:
             if self.peers:
                 raise
@@ -316,6 +330,26 @@ class ModelRunner:
                 return torch.cat([self._forward([job]).clone() for job in jobs])
             jobs[0].runs, jobs[0].error = False, f"{type(error).__name__}: {error}"
             return self._forward([])
+
+    def _ids(self, jobs: list[Job]) -> Tensor:
+        """Token ids of the jobs, one after the other; on the device, where it alone knows some of them."""
+        ids, awaited, rows = list[int](), list[int](), list[int]()
+        for job in jobs:
+            sequence, span = job.sequence, job.span
+            ids += sequence.tokens[span.start :][: span.length]
+            ids += job.draft
+            if sequence.awaited is not None and job.end > len(sequence.tokens):
+                awaited.append(len(ids))
+                rows.append(sequence.row)
+                ids.append(0)
+        if not awaited:
+            return torch.tensor(ids)
+        fed = self._open.fed
+        some = fed if rows == list(range(len(fed))) else fed.index_select(0, self._there(rows))
+        return some if len(awaited) == len(ids) else self._there(ids).index_copy_(0, self._there(awaited), some)
+
+    def _there(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers).to(self.device, non_blocking=True)
 
     def _tick(self) -> None:
         self._progress[0] += 1
@@ -338,8 +372,43 @@ class ModelRunner:
                 except Exception as error:
                     job.error = f"{type(error).__name__}: {error}"
 
-    def _emit(self, jobs: list[Job], hidden: Tensor) -> float:
-        """Tokens for each job: one, and what stays of its draft. Returns the seconds that logits took.
+    def _settle(self) -> None:
+        """Has the last step's tokens known here."""
+        if self._open:
+            self._open.take()
+            self._open = None
+
+    def _ask(self, begun: Begun, jobs: list[Job], hidden: Tensor) -> bool:
+        """Has the device sample a token for each of the jobs, which are plain and without drafts. False: it cannot."""
+        if not 0 < len(jobs) <= LOGIT_ROWS:
+            return False
+        try:
+            logits, head = self._logits(jobs, hidden)
+            states = [job.sequence.state for job in jobs]
+            tokens = sampler.asked(logits, states, [job.end for job in jobs])
+        except Exception:  # `_emit` finds out whose fault it is
+            return False
+        begun.heads, begun.asked = [head], jobs
+        begun.fed, begun.tokens = tokens.clamp(min=0), tokens.to("cpu", non_blocking=True)
+        for row, job in enumerate(jobs):
+            job.sequence.awaited, job.sequence.row = begun, row
+        self._open = begun
+        self._tick()
+        return True
+
+    def _logits(self, jobs: list[Job], hidden: Tensor) -> tuple[Tensor | None, tuple[machine.Moment, machine.Moment]]:
+        """Of the jobs' last tokens and drafts, one behind the other, and when they were computed."""
+        started, rows = machine.Moment(self.device), []
+        for job in jobs:
+            job.first_row, end = len(rows), job.begin + job.span.what_is_read.length
+            rows += range(end - 1 - len(job.draft), end)
+        logits = self.decoder.logits(
+            hidden if len(rows) == len(hidden) else hidden.index_select(0, self._there(rows))
+        )
+        return logits, (started, machine.Moment(self.device))
+
+    def _emit(self, jobs: list[Job], hidden: Tensor) -> list[tuple[machine.Moment, machine.Moment]]:
+        """Tokens for each job: one, and what stays of its draft. Returns when logits were computed.
 
         A draft that was drawn at random, for a request that nobody seeded, is judged by rejection. All else is coupled
         (Daliri et al., 2024): every row is sampled as without a draft, with the noise of its position and after the
@@ -347,15 +416,8 @@ class ModelRunner:
         """
         heads = []
         for some in in_parts(jobs, LOGIT_ROWS, lambda job: 1 + len(job.draft)):
-            started, rows = machine.Moment(self.device), []
-            for job in some:
-                job.first_row, end = len(rows), job.begin + job.span.what_is_read.length
-                rows += range(end - 1 - len(job.draft), end)
-            every = len(rows) == len(hidden)
-            logits = self.decoder.logits(
-                hidden if every else hidden.index_select(0, torch.tensor(rows).to(self.device, non_blocking=True))
-            )
-            heads.append((started, machine.Moment(self.device)))
+            logits, head = self._logits(some, hidden)
+            heads.append(head)
             some = [] if logits is None else [job for job in some if not job.error]
             self._judge([job for job in some if job.draft_rows], logits)
             some = [job for job in some if not job.draft_rows]
@@ -364,7 +426,7 @@ class ModelRunner:
                 together = index[-1] - index[0] == len(index) - 1  # nothing has to be copied
                 some = self._sample(some, logits[index[0] : index[-1] + 1] if together else logits[index])
             self._tick()
-        return sum(started.until(done) for started, done in heads)
+        return heads
 
     def _judge(self, jobs: list[Job], logits: Tensor) -> None:
         """What stays of drafts that were drawn from `draft_rows`, and a token behind it (`speculation.rejection`)."""
@@ -426,6 +488,12 @@ class ModelRunner:
             elif job.take(token, logprob):
                 going.append(job)
         return going
+
+
+def _is_plain(sequence: EngineSequence) -> bool:
+    """Whether its next token is drawn from the logits as they are, and nobody wants to know more about them."""
+    params, state = sequence.params, sequence.state
+    return params.logprobs is None and params.prompt_logprobs is None and not (state and state.penalties.active)
 
 
 def _warm_up(config: ModelConfig, block_size: int, device: str, dtype: torch.dtype) -> None:

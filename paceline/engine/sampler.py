@@ -91,6 +91,11 @@ def sample(
     return tokens, logprobs(logits, states, tokens)
 
 
+def asked(logits: torch.Tensor, states: list[SamplingState], positions: list[int]) -> torch.Tensor:
+    """What `sample` draws for states without penalties, int64 [rows]; it does not wait for the device."""
+    return stock_sampler.draw(logits.float(), [s.stream for s in states], positions, [s.numbers for s in states])
+
+
 def logprobs(logits: torch.Tensor, states: list[SamplingState], tokens: list[int]) -> list[TokenLogprobs | None]:
     """Of tokens[row] in each row of logits, where the row's state asks for it and it has a token."""
     asked = [i for i, state in enumerate(states) if state.params.logprobs is not None and tokens[i] >= 0]
@@ -145,7 +150,7 @@ def draw(log_weights: torch.Tensor, streams: list[int], positions: list[int]) ->
     """A token for each row of log-weights float32 [rows, vocab], which need not be normalised; -1 where it has none."""
     numbers = [(1.0, 1.0, 0.0, 0)] * len(streams)
     if stock(log_weights):
-        return stock_sampler.draw(log_weights, streams, positions, numbers)
+        return stock_sampler.draw(log_weights, streams, positions, numbers).tolist()
     return _draw_rows(_array(log_weights), streams, positions, numbers)
 
 
@@ -216,7 +221,7 @@ def _draw_stock(logits: torch.Tensor, states: list[SamplingState], positions: li
         logits = logits.clone()
         for i in touched:
             _penalise(logits[i], states[i])
-    return stock_sampler.draw(logits, [s.stream for s in states], positions, [s.numbers for s in states])
+    return asked(logits, states, positions).tolist()
 
 
 def _penalise(row: torch.Tensor, state: SamplingState) -> None:

@@ -13,8 +13,9 @@ GREEDY_BELOW = 1e-5
 
 def draw(
     logits: torch.Tensor, streams: list[int], positions: list[int], numbers: list[tuple[float, float, float, int]]
-) -> list[int]:
-    """A token for each row of logits float32 [rows, vocab]; -1 where the row has no distribution.
+) -> torch.Tensor:
+    """A token int64 for each row of logits float32 [rows, vocab]; -1 where the row has no distribution. It does
+    not wait for the device.
 
     numbers[i] = (temperature, top_p, min_p, top_k); stream keys and positions as in `keyed_random`.
     """
@@ -22,11 +23,12 @@ def draw(
     peaks, tokens = logits.max(dim=1)  # NaN wherever the row has one; of equal ones the lowest id
     drawn = [i for i, (temperature, *_) in enumerate(numbers) if temperature >= GREEDY_BELOW]
     if drawn:
-        scaled = _scaled(logits[drawn], [numbers[i] for i in drawn])
+        rows = torch.tensor(drawn).to(device, non_blocking=True)
+        scaled = _scaled(logits.index_select(0, rows), [numbers[i] for i in drawn])
         keys = [position_key(streams[i], positions[i]) for i in drawn]
         noise = gumbel(keys, torch.arange(logits.shape[1], device=device))
-        tokens[drawn] = (scaled + noise).argmax(dim=1)
-    return torch.where(peaks.isfinite(), tokens, -1).tolist()
+        tokens.index_copy_(0, rows, (scaled + noise).argmax(dim=1))
+    return torch.where(peaks.isfinite(), tokens, -1)
 
 
 def log_probs(logits: torch.Tensor, numbers: list[tuple[float, float, float, int]]) -> torch.Tensor:
@@ -44,7 +46,7 @@ def log_probs(logits: torch.Tensor, numbers: list[tuple[float, float, float, int
 
 def _scaled(logits: torch.Tensor, numbers: list[tuple[float, float, float, int]]) -> torch.Tensor:
     """(logits - peak) / T float64, -inf for what filters remove."""
-    columns = torch.tensor(numbers, dtype=torch.float64, device=logits.device)
+    columns = torch.tensor(numbers, dtype=torch.float64).to(logits.device, non_blocking=True)
     temperature, top_p, min_p, top_k = (column[:, None] for column in columns.unbind(1))
     scaled = (logits.double() - logits.amax(dim=1, keepdim=True).double()) / temperature
     if any(p < 1.0 or least > 0.0 or most > 0 for _, p, least, most in numbers):

@@ -5,6 +5,7 @@ each of them may wait for a core (docs/log.md).
 """
 
 import asyncio
+import select
 import socket
 import struct
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import cast
 
 LENGTH = struct.Struct("<I")
+MOST = 2**18  # bytes to take at once
 
 
 def pack(frame: bytes) -> bytes:
@@ -64,7 +66,7 @@ class WorkerEnd:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._socket.set_inheritable(False)
-        self._file = self._socket.makefile("rb")
+        self._buffer = bytearray()
         self._sending = threading.Lock()
 
     def send(self, frame: bytes) -> None:
@@ -74,7 +76,15 @@ class WorkerEnd:
 
     def receive(self) -> bytes | None:
         """The next message; None when the front end is gone."""
-        head = self._file.read(LENGTH.size)
-        if len(head) < LENGTH.size:
-            return None
-        return self._file.read(LENGTH.unpack(head)[0])
+        buffer = self._buffer
+        while len(buffer) < LENGTH.size or len(buffer) < (end := LENGTH.size + LENGTH.unpack_from(buffer)[0]):
+            if not (data := self._socket.recv(MOST)):
+                return None
+            buffer += data
+        frame = bytes(buffer[LENGTH.size : end])
+        del buffer[:end]
+        return frame
+
+    def waits(self, seconds: float) -> bool:
+        """Whether within that time something is there to `receive`."""
+        return len(self._buffer) > 0 or bool(select.select([self._socket], [], [], seconds)[0])

@@ -48,6 +48,7 @@ class FleetConfig:
     max_waiting: int = 1024
     watermark: float = 0.01
     policy: str = "paceline"
+    async_scheduling: bool = False  # where a worker has its device alone, steps are composed ahead of their last tokens
     record: Path | None = None  # log of the controller's inputs, for `replay`
 
 
@@ -247,6 +248,7 @@ class LocalFleet:
             predict=group.config.predict,
             lookahead=group.config.lookahead,
             pipeline=group.workers.parallel.pipeline,
+            ahead=int(self._goes_ahead(group)),
             admission=True,
             slots=group.config.slots,
             resident=group.config.resident,
@@ -254,6 +256,11 @@ class LocalFleet:
             device=self.workers.index(group.workers),
             block_bytes=group.info.block_bytes if group.info else (),
         )
+
+    def _goes_ahead(self, group: ModelGroup) -> bool:
+        """Not where others than the one that samples would have to be told of the tokens."""
+        alone = group.workers.parallel.devices == 1 and not group.config.one_shot
+        return self.config.async_scheduling and alone
 
     async def _watch(self) -> None:
         while True:

@@ -89,6 +89,7 @@ class ModelGroup:
         self._flying: dict[int, Flight] = {}
         self._dropped: list[int] = []
         self._cached_tokens = 0
+        self._stepped = 0.0  # when outputs last came
 
     @property
     def state(self) -> str:
@@ -241,6 +242,7 @@ class ModelGroup:
         self._land(done)
         for one in done:
             self._report(one, received)
+        self._stepped = received
 
     def _land(self, flights: list[Flight]) -> None:
         """Completes batches, all in one turn; after a crash only the parts that were done have results."""
@@ -297,7 +299,7 @@ class ModelGroup:
                 forward_s=flight.forward_s,
                 sample_s=flight.sample_s,
                 schedule_s=self.driver.turn_s,
-                messages_s=received - flight.sent - flight.forward_s - flight.sample_s,
+                messages_s=received - max(flight.sent, self._stepped) - flight.forward_s - flight.sample_s,
                 output_s=flight.output_s,
                 predicted_s=predicted,
                 profiled_s=predicted / batch.pace if predicted and alone else None,

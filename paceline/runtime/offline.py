@@ -4,12 +4,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, cast
 
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch, StepResult
 from paceline.core.events import Complete, Input, Submit
 from paceline.core.request import Request, SamplingParams
-from paceline.core.work import Engine, SliceOutput, TokenLogprobs
+from paceline.core.work import Engine, Outcome, Overlapping, SliceOutput, TokenLogprobs
 from paceline.runtime.sequence import BlockHasher, RunningSequence
 
 
@@ -40,6 +42,14 @@ class Output:
 
 
 OnStep = Callable[[Batch, list[SliceOutput], float, float], None]
+
+
+class Flight(NamedTuple):
+    """A step that is not finished."""
+
+    batch: Batch
+    sequences: list[RunningSequence]
+    finish: Callable[[], Outcome]
 
 
 class Offline:
@@ -98,14 +108,16 @@ class Offline:
             future.append(Submit(request))
         self._begin = time.perf_counter()
         inputs: list[Input] = []
+        flying: deque[Flight] = deque()
         try:
             while True:
                 while future and future[0].request.arrival <= self._now():
                     inputs.append(future.popleft())
                 _, batches = self.controller.turn(inputs, self._now())
                 inputs = []
-                if batches:
-                    inputs = self._step(batches[0])
+                flying += map(self._asked, batches)
+                if flying:
+                    inputs = self._finished(flying.popleft())
                     now = self._now()
                     yield
                     self._begin = time.perf_counter() - now
@@ -127,14 +139,24 @@ class Offline:
         """Seconds since the beginning, what was skipped included."""
         return time.perf_counter() - self._begin
 
-    def _step(self, batch: Batch) -> list[Input]:
+    def _asked(self, batch: Batch) -> Flight:
+        """The batch, which an engine that overlaps has begun with."""
         sequences = [self._running[request] for request in batch.requests]
         new = [seq.introduce(self) for seq in sequences if not seq.worker]
         work = [seq.work(batch, index) for index, seq in enumerate(sequences)]
-        got, forward_s, sample_s = self.engine.step(new, work, self._dropped)
-        self._dropped = []
-        result = StepResult(bytearray(len(work)), seconds=forward_s + sample_s, draft_seconds=self.engine.draft_s)
+        what, self._dropped = (new, work, self._dropped), []
+        if self.engine.overlaps:
+            return Flight(batch, sequences, cast(Overlapping, self.engine).begin(*what).finish)
+        return Flight(batch, sequences, partial(self.engine.step, *what))
+
+    def _finished(self, flight: Flight) -> list[Input]:
+        batch, sequences = flight.batch, flight.sequences
+        got, forward_s, sample_s = flight.finish()
+        result = StepResult(bytearray(len(got)), seconds=forward_s + sample_s, draft_seconds=self.engine.draft_s)
         for index, (seq, output) in enumerate(zip(sequences, got, strict=True)):
+            if seq.id not in self._running:  # it ended in the step before
+                result.failed.append(index)
+                continue
             finish = None
             if output.error:
                 seq.sink.fail(output.error)

@@ -5,8 +5,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
-from paceline.core.work import Engine
+from paceline.core.work import BegunStep, Engine, Outcome, Overlapping
 from paceline.runtime import messages
 from paceline.runtime.channel import WorkerEnd
 from paceline.runtime.messages import (
@@ -28,6 +29,7 @@ BEAT_S = 0.2
 YIELDS = 10
 TRIES = 4  # to load a model by need, where memory is lacking
 AGAIN_S = 1.0  # after such a failure
+POLL_S = 50e-6  # between looks at a device, while nothing comes
 Load = Callable[[Callable[[int, int], None]], Engine]  # gets a progress callback (bytes done, bytes in all)
 
 
@@ -59,6 +61,7 @@ class Loop:
         self.channel, self.loads = channel, loads
         self.engines: dict[int, Engine] = {}  # those that are loaded
         self.stepping: Engine | None = None
+        self.begun: tuple[Step, Overlapping, BegunStep] | None = None  # the step that is not finished
 
     def load(self, model: int, tries: int = 1) -> None:
         """Any thread may. More than one of `tries` is needed where memory is lacking: others may give some back."""
@@ -87,8 +90,11 @@ class Loop:
             engine.release()
 
     def run(self) -> None:
-        while (frame := self.channel.receive()) is not None:
-            match messages.decode_to_worker(frame):
+        while (frame := self._receive()) is not None:
+            message = messages.decode_to_worker(frame)
+            if not isinstance(message, Step):
+                self._finish()
+            match message:
                 case Step() as step:
                     self.step(step)
                 case GiveBack(model, blocks):
@@ -100,15 +106,46 @@ class Loop:
                 case Shutdown():
                     return
 
+    def _receive(self) -> bytes | None:
+        """The next message; of a step that ends before it comes the outputs are sent meanwhile."""
+        while self.begun and not self.channel.waits(POLL_S):
+            if self.begun[2].done:
+                self._finish()
+        return self.channel.receive()
+
     def step(self, message: Step) -> None:
-        model, batch = message.model, message.batch
-        engine = self.stepping = self.engines[model]
-        outputs, forward_s, sample_s = engine.step(message.new, message.slices, message.dropped)
+        engine = self.engines[message.model]
+        if engine.overlaps:
+            self._begin(message, cast(Overlapping, engine))
+            return
+        self._finish()
+        self.stepping = engine
+        outcome = engine.step(message.new, message.slices, message.dropped)
         self.stepping = None
         if engine.answers:
-            self.channel.send(messages.encode(StepDone(model, batch, outputs, forward_s, sample_s, engine.draft_s)))
+            self._answer(message, outcome, engine.draft_s)
         elif engine.first:
-            self.channel.send(messages.encode(Advanced(model, batch)))
+            self.channel.send(messages.encode(Advanced(message.model, message.batch)))
+
+    def _begin(self, message: Step, engine: Overlapping) -> None:
+        """Asks for a step, and then sends the outputs of the one before, which a device computes meanwhile."""
+        if self.begun and not (self.begun[1] is engine and engine.follows(message.slices)):
+            self._finish()
+        self.stepping = engine
+        begun = engine.begin(message.new, message.slices, message.dropped)
+        self._finish()
+        self.stepping, self.begun = engine, (message, engine, begun)
+
+    def _finish(self) -> None:
+        """Sends the outputs of the step that was begun, if there is one."""
+        if self.begun:
+            message, _, begun = self.begun
+            outcome = begun.finish()
+            self.stepping = self.begun = None
+            self._answer(message, outcome, begun.draft_s)
+
+    def _answer(self, message: Step, outcome: Outcome, draft_s: float) -> None:
+        self.channel.send(messages.encode(StepDone(message.model, message.batch, *outcome, draft_s)))
 
 
 def _told(error: Exception) -> str:

@@ -25,7 +25,7 @@ from paceline.engine.gpu import PagedCache
 from paceline.engine.gpu_plan import Reads
 from paceline.engine.graphs import Graphs
 from paceline.engine.runner import ModelRunner
-from paceline.runtime.offline import Offline
+from paceline.runtime.offline import Offline, Output
 from tests.engine import checkpoints
 from tests.engine.schedules import forced
 from tests.engine.test_model import Paged, load, prompt, reads_some
@@ -277,6 +277,51 @@ def on_cpu() -> list[list[int]]:
 )  # fmt: skip
 def test_a_runner_yields_the_tokens_of_a_cpu(drafter: str, draft: int, device: str, on_cpu: list[list[int]]) -> None:
     assert generate(device, drafter, draft) == on_cpu
+
+
+def ahead(device: str, dtype: str, steps: int, blocks: int = 100) -> tuple[list[Output], list[int]]:
+    """What requests of many kinds get with steps composed so far ahead, the simple ones first, and for each step that
+    began before the last one's tokens were known its slices."""
+    runner = ModelRunner.load(
+        BUILTIN / "coder", max_batch_tokens=64, max_batch=8, num_blocks=blocks, device=device, dtype=dtype
+    )
+    begin, early = runner.begin, list[int]()
+
+    def watched(new, slices, dropped):
+        if runner._open and runner._open.tokens is not None:
+            early.append(len(slices))
+        return begin(new, slices, dropped)
+
+    runner.begin = watched
+    limits = SchedulerConfig(48, 8, runner.info.block_size, blocks)
+    text = "import os\nimport sys\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n"
+    tokens = [3 + ord(letter) % 90 for letter in text * 2]
+    greedy = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+    params = [
+        greedy, replace(greedy, max_tokens=1), replace(greedy, max_tokens=2), replace(greedy, temperature=0.9, seed=5),
+        replace(greedy, temperature=0.8, top_p=0.9, top_k=30, seed=6), replace(greedy, max_tokens=17),
+        replace(greedy, stop_token_ids=tuple(range(0, 8192, 7))), replace(greedy, repetition_penalty=1.2),
+        replace(greedy, logprobs=2), replace(greedy, prompt_logprobs=1), replace(greedy, min_tokens=9),
+        replace(greedy, logit_bias=((11, 4.0),)),
+    ]  # fmt: skip
+    outputs = []
+    for some in (params[:7], params):
+        prompts = [tokens[: 9 + 11 * n] for n in range(len(some))]
+        outputs += Offline(runner, GroupConfig(scheduler=limits, ahead=steps)).generate(prompts, some)
+    return outputs, early
+
+
+@pytest.mark.parametrize("blocks", [100, 22], ids=["", "few_blocks"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_ahead_of_their_last_tokens_yield_the_same(device: str, blocks: int) -> None:
+    want, none = ahead("cpu", "float32", 0)
+    got, early = ahead(device, "float32", 1, blocks)
+    assert not none and sum(early) > 50 and max(early) > 3
+    for mine, theirs in zip(got, want, strict=True):
+        assert (mine.tokens, mine.finish, mine.error) == (theirs.tokens, theirs.finish, "")
+        assert [entry.token for entry in mine.logprobs] == [entry.token for entry in theirs.logprobs]
+        assert len(mine.prompt_logprobs) == len(theirs.prompt_logprobs)
+    assert {output.finish for output in got} == {"length", "stop"}
 
 
 @pytest.mark.slow  # a minute in Triton's interpreter

@@ -59,9 +59,12 @@ def worker(*names, slots=None, **options) -> WorkerGroup:
     return WorkerGroup(tuple(served), lambda seat: [*command, json.dumps(asdict(seat))])
 
 
+AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
+
+
 @asynccontextmanager
-async def fleet(config: FleetConfig | None = None, **options):
-    running = LocalFleet([worker(**options)], config or FleetConfig(token_budget=16))
+async def fleet(config: FleetConfig | None = None, ahead: bool = False, **options):
+    running = LocalFleet([worker(**options)], replace(config or FleetConfig(token_budget=16), async_scheduling=ahead))
     await running.start()
     try:
         yield running
@@ -97,10 +100,11 @@ async def until(condition, seconds: float = 20.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_many_sequences_under_memory_pressure_get_the_right_tokens():
+@AHEAD
+async def test_many_sequences_under_memory_pressure_get_the_right_tokens(ahead: bool):
     rng = random.Random(1)
     shared = [rng.randrange(900) for _ in range(12)]
-    async with fleet(num_blocks=24, block_size=4) as running:
+    async with fleet(ahead=ahead, num_blocks=24, block_size=4) as running:
         cases = []
         for i in range(40):
             prompt = (shared if i % 2 else []) + [rng.randrange(900) for _ in range(rng.randint(1, 20))]
@@ -112,6 +116,7 @@ async def test_many_sequences_under_memory_pressure_get_the_right_tokens():
             assert sink.tokens == expected(prompt, count) and sink.finish == "length"
         scheduler = running.driver.controller.groups[0].scheduler
         assert scheduler.cached_tokens > 0
+        await until(lambda: not running.driver.controller.sequences)
         check_empty(running)
 
 
@@ -181,8 +186,9 @@ async def test_steps_say_what_else_there_is():
         await running.stop()
 
 
-async def test_stop_tokens_and_stop_strings_end_a_sequence_where_they_should():
-    async with fleet() as running:
+@AHEAD
+async def test_stop_tokens_and_stop_strings_end_a_sequence_where_they_should(ahead: bool):
+    async with fleet(ahead=ahead) as running:
         whole = expected([5, 6, 7], 12)
         plain, stopped, sunk = Collector(), Collector(), Collector(stop_token=whole[4])
         running.submit("toy", [5, 6, 7], SamplingParams(max_tokens=12), plain)
@@ -192,10 +198,12 @@ async def test_stop_tokens_and_stop_strings_end_a_sequence_where_they_should():
         assert plain.tokens == whole and plain.finish == "length"
         assert stopped.tokens == whole[:4] and stopped.finish == "stop"
         assert sunk.tokens == whole[:5]
+        await until(lambda: not running.driver.controller.sequences)
         check_empty(running)
 
 
-async def test_a_recorded_run_replayed_in_the_simulator_gives_the_same_decisions(tmp_path):
+@AHEAD
+async def test_a_recorded_run_replayed_in_the_simulator_gives_the_same_decisions(ahead: bool, tmp_path):
     log = tmp_path / "inputs.jsonl"
     config = FleetConfig(token_budget=16, max_waiting=20, record=log)
     seen = []
@@ -206,7 +214,7 @@ async def test_a_recorded_run_replayed_in_the_simulator_gives_the_same_decisions
         def on_step(self, step) -> None:
             assert step.tokens >= step.sequences > 0
 
-    async with fleet(config, num_blocks=24, block_size=4) as running:
+    async with fleet(config, ahead, num_blocks=24, block_size=4) as running:
         running.observers.append(Watcher())
         groups = [running._group_config(group) for group in running.groups]
         sinks = []
@@ -225,9 +233,10 @@ async def test_a_recorded_run_replayed_in_the_simulator_gives_the_same_decisions
     assert replay(Controller(groups), record.load(log.read_text().splitlines())) == seen
 
 
-async def test_a_thousand_disconnects_at_random_moments_leak_nothing():
+@AHEAD
+async def test_a_thousand_disconnects_at_random_moments_leak_nothing(ahead: bool):
     rng = random.Random(7)
-    async with fleet(num_blocks=48, block_size=4, delay=0.0005) as running:
+    async with fleet(ahead=ahead, num_blocks=48, block_size=4, delay=0.0005) as running:
         for _wave in range(20):
             ids = []
             for _ in range(50):
@@ -246,8 +255,9 @@ async def test_a_thousand_disconnects_at_random_moments_leak_nothing():
         check_empty(running)
 
 
-async def test_a_killed_worker_is_replaced_and_streams_go_on():
-    async with fleet(delay=0.005) as running:
+@AHEAD
+async def test_a_killed_worker_is_replaced_and_streams_go_on(ahead: bool):
+    async with fleet(ahead=ahead, delay=0.005) as running:
         sinks = [Collector() for _ in range(8)]
         for i, sink in enumerate(sinks):
             running.submit("toy", [i, i + 1, i + 2], SamplingParams(max_tokens=25), sink)
@@ -260,6 +270,7 @@ async def test_a_killed_worker_is_replaced_and_streams_go_on():
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
         for i, sink in enumerate(sinks):
             assert sink.tokens == expected([i, i + 1, i + 2], 25)
+        await until(lambda: not running.driver.controller.sequences)
         check_empty(running)
 
 
@@ -359,14 +370,16 @@ async def test_a_group_whose_workers_die_of_every_request_is_given_up(monkeypatc
         assert running.status()[0].state == "failed"
 
 
-async def test_a_poisoned_sequence_fails_alone_and_shares_nothing():
+@AHEAD
+async def test_a_poisoned_sequence_fails_alone_and_shares_nothing(ahead: bool):
     prefix = list(range(12))
-    async with fleet() as running:
+    async with fleet(ahead=ahead) as running:
         good, bad = Collector(), Collector()
         running.submit("toy", [1, 2], SamplingParams(max_tokens=30), good)
         running.submit("toy", [*prefix, POISON], SamplingParams(max_tokens=5), bad)
         await asyncio.gather(good.done.wait(), bad.done.wait())
         assert bad.error == "poisoned" and good.tokens == expected([1, 2], 30)
+        await until(lambda: not running.driver.controller.sequences)
         check_empty(running)
         after = Collector()
         running.submit("toy", [*prefix, 7], SamplingParams(max_tokens=5), after)

@@ -26,6 +26,8 @@ def next_token(tokens: list[int]) -> int:
 
 
 class ToyEngine:
+    overlaps = False
+
     def __init__(
         self, num_blocks: int = 64, block_size: int = 4, delay: float = 0.0, marker: str = "", most_blocks: int = 0
     ) -> None:
