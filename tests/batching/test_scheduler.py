@@ -204,6 +204,59 @@ def test_chunks_of_one_prompt_follow_each_other_through_the_pipeline():
     assert stages[-1][-1] == (50, 60)
 
 
+def slices(batch: Batch) -> list[tuple[str, int, int]]:
+    return [(one.sequence.id, one.start, one.length) for one in batch.slices]
+
+
+def test_a_step_is_composed_before_the_last_tokens_are_known():
+    controller = Controller([GroupConfig(ahead=1)])
+    _, batches = controller.turn([Submit(Request("a", 4, 3)), Submit(Request("b", 2, 9))], 0.0)
+    assert [slices(batch) for batch in batches] == [[("a", 0, 4), ("b", 0, 2)], [("a", 4, 1), ("b", 2, 1)]]
+    _, (third,) = controller.turn([Complete(0, 0, StepResult(bytearray([1, 1]), [(1, "stop")]))], 1.0)
+    assert slices(third) == [("a", 5, 1)], "b has ended"
+    assert list(controller.sequences) == ["a", "b"], "but is in the step before"
+    events, batches = controller.turn([Complete(0, 1, StepResult(bytearray([1, 1])))], 2.0)
+    assert list(controller.sequences) == ["a"] and events[0].tokens == 1, "what b got there is not counted"
+    assert not batches, "a's last token is under way"
+    controller.turn([Complete(0, 2, StepResult(bytearray([1]), [(0, "length")]))], 3.0)
+    assert not controller.sequences
+    controller.groups[0].scheduler.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "draft", "ahead"),
+    [({}, 0, 1), ({}, 2, 0), ({"scheduler": SchedulerConfig(block_size=4, num_blocks=2)}, 0, 0),
+     ({"budget": GoalBudget((0.03,) * 60, (0.0,) * 6, tile=1, knee=60, maximum=60)}, 0, 0),
+     ({"budget": GoalBudget((0.01,) * 60, (0.0,) * 6, tile=1, knee=60, maximum=60)}, 0, 1)],
+    ids=["ahead", "drafts", "no free block", "long steps", "short steps"],
+)  # fmt: skip
+def test_what_is_composed_ahead_depends_on_no_token_and_delays_nobody_for_long(options, draft, ahead):
+    controller = Controller([GroupConfig(**options, ahead=1)])
+    _, batches = controller.turn([Submit(Request("a", 5, 1, max_draft_tokens=draft))], 0.0)
+    assert len(batches) == 1, "its only token is under way"
+    controller = Controller([GroupConfig(**options, ahead=1)])
+    _, batches = controller.turn([Submit(Request("a", 5, 3, max_draft_tokens=draft))], 0.0)
+    assert len(batches) == 1 + ahead
+
+
+def test_of_models_on_a_device_one_alone_goes_ahead():
+    controller = Controller([GroupConfig((name,), device=0, ahead=1) for name in "ab"])
+    _, batches = controller.turn([Submit(Request("1", 4, 9, model="a"))], 0.0)
+    assert [batch.group for batch in batches] == [0, 0]
+    _, batches = controller.turn([Submit(Request("2", 4, 9, model="b"))], 0.5)
+    assert not batches
+    _, batches = controller.turn([Complete(0, 0, StepResult(bytearray([1])))], 1.0)
+    assert not batches, "there is one in flight"
+    _, batches = controller.turn([Complete(0, 1, StepResult(bytearray([1])))], 2.0)
+    assert [batch.group for batch in batches] == [1]
+
+
+@pytest.mark.parametrize("options", [{"pipeline": 2}, {"policy": "orca"}])
+def test_other_policies_and_pipelines_do_not_go_ahead(options):
+    with pytest.raises(ValueError, match="ahead: 1 is for the policy paceline and one stage; valid is 0"):
+        GroupConfig(ahead=1, **options)
+
+
 def test_prompts_are_spread_over_the_pipeline():
     """As wide as the knee, a prompt of 120 tokens would be two steps, and out of four stages after 5 x 70 s."""
     budget, stages = GoalBudget(tuple(10.0 + n for n in range(61)), (0.0,) * 6, tile=1, knee=60, maximum=60), []
