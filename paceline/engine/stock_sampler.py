@@ -1,11 +1,18 @@
-"""The sampler in plain torch operations: for accelerators, and for CPUs without Numba. Sorts the rows that filter.
+"""The sampler in plain torch operations: for accelerators, and for CPUs without Numba. Sorts the rows that filter,
+where `triton_sampler` does not draw instead.
 
 Sums that decide where a filter ends are float64, so a row's result does not hang on how a device splits a reduction.
 """
 
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+
 import torch
 
 from paceline.core.work import TokenLogprobs
+from paceline.engine import machine
 from paceline.engine.keyed_random import gumbel, position_key
 
 GREEDY_BELOW = 1e-5
@@ -19,16 +26,51 @@ def draw(
 
     numbers[i] = (temperature, top_p, min_p, top_k); stream keys and positions as in `keyed_random`.
     """
-    device = logits.device
     peaks, tokens = logits.max(dim=1)  # NaN wherever the row has one; of equal ones the lowest id
     drawn = [i for i, (temperature, *_) in enumerate(numbers) if temperature >= GREEDY_BELOW]
     if drawn:
-        rows = torch.tensor(drawn).to(device, non_blocking=True)
-        scaled = _scaled(logits.index_select(0, rows), [numbers[i] for i in drawn])
         keys = [position_key(streams[i], positions[i]) for i in drawn]
-        noise = gumbel(keys, torch.arange(logits.shape[1], device=device))
-        tokens.index_copy_(0, rows, (scaled + noise).argmax(dim=1))
+        device = str(logits.device)
+        by = _kernel(device, machine.triton_kernels(device)) or _draw_sorted
+        by(logits, peaks, tokens, drawn, keys, [numbers[i] for i in drawn])
     return torch.where(peaks.isfinite(), tokens, -1)
+
+
+Numbers = list[tuple[float, float, float, int]]  # temperature, top_p, min_p, top_k
+Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, list[int], list[int], Numbers], None]
+
+
+def _draw_sorted(
+    logits: torch.Tensor, peaks: torch.Tensor, tokens: torch.Tensor, rows: list[int], keys: list[int], numbers: Numbers
+) -> None:
+    """As `triton_sampler.draw`."""
+    index = torch.tensor(rows).to(logits.device, non_blocking=True)
+    noise = gumbel(keys, torch.arange(logits.shape[1], device=logits.device))
+    tokens.index_copy_(0, index, (_scaled(logits.index_select(0, index), numbers) + noise).argmax(dim=1))
+
+
+@cache
+def _kernel(device: str, kernels: ModuleType | None) -> Draw | None:
+    """Ours, where our `kernels` run, and it does and draws the same."""
+    if kernels is None:
+        return None
+    noise = torch.Generator(device).manual_seed(1)
+    logits = torch.randn(4, 3000, device=device, generator=noise) * 3
+    peaks, tokens = logits.max(dim=1)
+    numbers = [(1.0, 1.0, 0.0, 0), (0.7, 0.9, 0.0, 0), (1.2, 0.95, 0.01, 40), (1.0, 1.0, 0.05, 7)]
+    both = tokens.clone(), tokens.clone()
+    try:
+        from paceline.engine import triton_sampler
+
+        for by, into in zip((triton_sampler.draw, _draw_sorted), both, strict=True):
+            by(logits, peaks, into, [0, 1, 2, 3], [11, 12, 13, 14], numbers)
+        if torch.equal(*both):
+            return triton_sampler.draw
+        error: object = f"{both[0].tolist()} are not {both[1].tolist()}"
+    except Exception as fault:
+        error = fault
+    print(f"{device}: tokens are drawn by torch's operations, for our kernel does not run: {error}", file=sys.stderr)
+    return None
 
 
 def log_probs(logits: torch.Tensor, numbers: list[tuple[float, float, float, int]]) -> torch.Tensor:

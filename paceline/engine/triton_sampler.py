@@ -47,6 +47,15 @@ def _weight(logits, size, peak, temperature, floor, above, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _weight_at(place, peak, temperature, floor):
+    """What one token at a place in the order weighs."""
+    order = (place - 2147483648).to(tl.int32)
+    bits = tl.where(order >= 0, order, order ^ 0x7FFFFFFF)
+    scaled = (bits.to(tl.float32, bitcast=True).to(tl.float64) - peak) / temperature
+    return tl.where(scaled >= floor, tl.exp(scaled), 0.0)
+
+
+@triton.jit
 def _noise(low, high, ids, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
     """`keyed_random.gumbel` in float64, of a key's halves. 1 - u has 33 bits, so u is exact, too."""
     x = ids.to(tl.uint32) ^ low
@@ -67,7 +76,7 @@ def _draw(
     i = tl.program_id(0)
     row = tl.load(rows + i)
     peak = tl.load(peaks + row)
-    if peak - peak == 0.0:  # else it is NaN or infinite, and the row has no distribution
+    if tl.abs(peak) < float("inf"):  # else it is infinite or NaN, and the row has no distribution
         logits += row * stride
         first = peak + 0.0
         bits = first.to(tl.int32, bitcast=True)
@@ -87,10 +96,10 @@ def _draw(
             ties = k - _count(logits, size, least + 1, BLOCK)
         if top_p < 1.0:
             low, high = least, top
-            bound = _weight(logits, size, peak, temperature, floor, least, BLOCK)
-            each = _weight(logits, size, peak, temperature, floor, least - 1, BLOCK) - bound
-            equal = _count(logits, size, least, BLOCK) - _count(logits, size, least + 1, BLOCK)
-            bound = top_p * (bound + each * tl.minimum(ties, equal).to(tl.float64) / tl.maximum(equal, 1).to(tl.float64))
+            total = _weight(logits, size, peak, temperature, floor, least, BLOCK)
+            if k < size:
+                total += ties.to(tl.float64) * _weight_at(least, peak, temperature, floor)
+            bound = top_p * total
             while low < high:
                 middle = (low + high) // 2
                 if _weight(logits, size, peak, temperature, floor, middle, BLOCK) < bound:
@@ -98,15 +107,14 @@ def _draw(
                 else:
                     low = middle + 1
             before = _weight(logits, size, peak, temperature, floor, low, BLOCK)
-            each = _weight(logits, size, peak, temperature, floor, low - 1, BLOCK) - before
-            equal = _count(logits, size, low, BLOCK) - _count(logits, size, low + 1, BLOCK)
-            each = each / tl.maximum(equal, 1).to(tl.float64)
-            kept = tl.maximum(1, tl.ceil((bound - before) / tl.maximum(each, 1e-300)).to(tl.int64))
+            each = _weight_at(low, peak, temperature, floor)
+            kept = tl.maximum(1, tl.ceil((bound - before) / each).to(tl.int64))
             ties = tl.where(low == least, tl.minimum(ties, kept), kept)
             least = low
         key = tl.load(keys + i)
         low32, high32 = (key & 0xFFFFFFFF).to(tl.uint32), ((key >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        best, chosen, equal = tl.full((), float("-inf"), tl.float64), tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
+        best = tl.full((), float("-inf"), tl.float64)
+        chosen, equal = tl.full((), -1, tl.int64), tl.full((), 0, tl.int64)
         for start in range(0, size, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             order, scaled = _scaled(logits, ids, size, peak, temperature)

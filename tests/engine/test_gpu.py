@@ -18,7 +18,15 @@ from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceWork
-from paceline.engine import gpu, gpu_plan, machine, triton_kernels
+from paceline.engine import (
+    gpu,
+    gpu_plan,
+    keyed_random,
+    machine,
+    stock_sampler,
+    triton_kernels,
+    triton_sampler,
+)
 from paceline.engine.attention import SliceSpan
 from paceline.engine.config import ModelError, precision
 from paceline.engine.gpu import PagedCache
@@ -120,6 +128,54 @@ def test_flash_attention_is_asked_for_the_same(family: str, flash: None, tmp_pat
 @pytest.mark.parametrize("family", [pytest.param("llama-mqa", marks=pytest.mark.slow), "qwen3-window"])
 def test_our_kernels_compute_the_same(family: str, kernels: None, tmp_path: Path) -> None:
     assert matches(family, HOST, tmp_path)
+
+
+def rows_to_draw(vocab: int, device: str) -> torch.Tensor:
+    """Logits with steps, ties, rows that are flat, partly impossible, or without a distribution."""
+    rows = 4 * torch.randn(12, vocab, generator=torch.Generator().manual_seed(vocab))
+    rows[1] = (rows[1] * 2).round() / 2
+    rows[2] = rows[2].round()
+    rows[3] = 0.0
+    rows[4, ::2] = -0.0
+    rows[5, ::3] = -torch.inf
+    rows[6] = -torch.inf
+    rows[7, 1], rows[8, 2] = torch.nan, torch.inf
+    rows[9, 3] = 88.0
+    return rows.to(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "vocab"),
+    [(HOST, 150), *(pytest.param("cuda", vocab, marks=CUDA.marks) for vocab in (7, 5000, 131072))],
+)
+def test_draws_are_those_of_sorted_rows(device: str, vocab: int, monkeypatch) -> None:
+    if device == HOST:
+        monkeypatch.setattr(triton_sampler, "BLOCK", 64)
+    logits = rows_to_draw(vocab, device)
+    kinds = [(1.0, 1.0, 0.0, 0), (0.7, 0.9, 0.0, 0), (1.3, 0.5, 0.02, 5), (1.0, 1.0, 0.3, 3), (1.5, 1e-6, 0.0, 0),
+             (1.0, 0.95, 0.0, 4), (0.3, 0.3, 0.0, 0)]  # fmt: skip
+    for turn, kind in enumerate(kinds):
+        rows, numbers = list(range(turn % 2, 12)), [kind] * 12
+        numbers[4] = kinds[turn - 1]
+        drawn = []
+        for by in (triton_sampler.draw, stock_sampler._draw_sorted):
+            peaks, tokens = logits.max(dim=1)
+            keys = [keyed_random.position_key(keyed_random.stream_key(turn, 0), row) for row in rows]
+            by(logits, peaks, tokens, rows, keys, [numbers[row] for row in rows])
+            drawn.append(torch.where(peaks.isfinite(), tokens, -1).tolist())
+        assert drawn[0] == drawn[1]
+        assert drawn[0][6:9] == [-1] * 3 and min(drawn[0][:6]) >= 0
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_kernel_that_draws_something_else_is_not_used(wrong: bool, monkeypatch, capsys) -> None:
+    if wrong:
+        monkeypatch.setattr(triton_sampler, "MUL_A", 1)
+    stock_sampler._kernel.cache_clear()
+    assert (stock_sampler._kernel("cpu:0", triton_kernels) is None) == wrong
+    assert stock_sampler._kernel("cpu:0", None) is None
+    stock_sampler._kernel.cache_clear()
+    assert ("tokens are drawn by torch's operations" in capsys.readouterr().err) == wrong
 
 
 @pytest.mark.parametrize("device", DEVICES)
