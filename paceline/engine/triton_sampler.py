@@ -75,13 +75,12 @@ def _draw(
     """The token of row rows[i]. numbers [4, count]: temperature, top_p, log(min_p), top_k, or the number of tokens."""
     i = tl.program_id(0)
     row = tl.load(rows + i)
-    peak = tl.load(peaks + row)
-    if tl.abs(peak) < float("inf"):  # else it is infinite or NaN, and the row has no distribution
+    largest = tl.load(peaks + row) + 0.0
+    if tl.abs(largest) < float("inf"):  # else it is infinite or NaN, and the row has no distribution
         logits += row * stride
-        first = peak + 0.0
-        bits = first.to(tl.int32, bitcast=True)
+        bits = largest.to(tl.int32, bitcast=True)
         top = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.int64) + 2147483648
-        peak = peak.to(tl.float64)
+        peak = largest.to(tl.float64)
         temperature, top_p = tl.load(numbers + i), tl.load(numbers + count + i)
         floor, k = tl.load(numbers + 2 * count + i), tl.load(numbers + 3 * count + i).to(tl.int64)
         least, ties = tl.full((), 0, tl.int64), size.to(tl.int64)  # the threshold, and how many that equal it are kept

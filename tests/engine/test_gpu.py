@@ -4,6 +4,9 @@ what FlashAttention is documented to do.
 Tests marked `gpu` do the same on a CUDA device.
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,6 +168,28 @@ def test_draws_are_those_of_sorted_rows(device: str, vocab: int, monkeypatch) ->
             drawn.append(torch.where(peaks.isfinite(), tokens, -1).tolist())
         assert drawn[0] == drawn[1]
         assert drawn[0][6:9] == [-1] * 3 and min(drawn[0][:6]) >= 0
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from paceline.engine import triton_sampler as sampler
+
+numbers = dict.fromkeys(("stride", "size", "count"), "i32")
+arrays = {"logits": "*fp32", "peaks": "*fp32", "tokens": "*i64", "rows": "*i64", "keys": "*i64", "numbers": "*fp64"}
+for one in ({}, {"count": 1}):
+    known = {"BLOCK": sampler.BLOCK, "A": sampler.MUL_A, "B": sampler.MUL_B, "C": sampler.MUL_C} | one
+    source = ASTSource(sampler._draw, numbers | arrays | dict.fromkeys(known, "constexpr"), known)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": sampler.WARPS})
+"""
+
+
+def test_the_kernel_that_draws_compiles_for_a_gpu() -> None:
+    """Types are not looked at when it is interpreted."""
+    compiled = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=compiled, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("wrong", [False, True])
