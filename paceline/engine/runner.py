@@ -206,8 +206,6 @@ class ModelRunner:
             self._prepare(job)
         runs = [job for job in jobs if job.runs]
         plain = self.overlaps and all(_is_plain(job.sequence) and not job.work.num_draft for job in runs)
-        if not plain:
-            self._settle()
         self._draft(runs, started)
         hidden = self._forward(runs)
         if self.peers:

@@ -386,7 +386,7 @@ def ahead(device: str, dtype: str, steps: int, blocks: int = 100) -> tuple[list[
         replace(greedy, logit_bias=((11, 4.0),)),
     ]  # fmt: skip
     outputs = []
-    for some in (params[:7], params):
+    for some in (params[:7], params, *([greedy, one] for one in params[7:])):
         prompts = [tokens[: 9 + 11 * n] for n in range(len(some))]
         outputs += Offline(runner, GroupConfig(scheduler=limits, ahead=steps)).generate(prompts, some)
     return outputs, early
