@@ -95,6 +95,26 @@ def test_a_given_profile_says_the_budget_and_what_steps_take(started, tmp_path):
     assert [model.budget.knee for model in groups[0].models] == [64, PROFILE.knee]
 
 
+@pytest.mark.parametrize(
+    ("options", "ahead"),
+    [([], False), (["--async-scheduling"], True), (["--device", "cuda"], True),
+     (["--device", "cuda", "--no-async-scheduling"], False), (["--device", "cuda", "--policy", "orca"], False)],
+)  # fmt: skip
+def test_steps_are_composed_ahead_on_gpus(options, ahead, monkeypatch):
+    fleets = []
+
+    async def run(models, groups, fleet, *_):
+        fleets.append(fleet)
+        return 0
+
+    monkeypatch.setattr("paceline.cli.serve.run", run)
+    monkeypatch.setattr("paceline.cli.serve.gpus", lambda: ["0"])
+    monkeypatch.setattr("paceline.cli.serve.check", lambda *_: None)
+    done = paceline("serve", "builtin:coder", *options)
+    assert done.returncode == 0, done.stderr
+    assert [fleet.async_scheduling for fleet in fleets] == [ahead]
+
+
 @pytest.mark.parametrize("lengths", [{"by_length": {8: {1: [0.1]}, 16: {1: [0.2]}}}, {"prompt_tokens": 16}])
 def test_a_given_profile_says_what_texts_take(tmp_path, monkeypatch, lengths):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -115,6 +135,7 @@ def test_a_given_profile_says_what_texts_take(tmp_path, monkeypatch, lengths):
         (["builtin:coder", "--memory", "lots"], ["memory", "6GiB"]),
         (["builtin:coder", "--record", "/nowhere/log"], ["record", "/nowhere"]),
         (["nothing.yaml"], ["nothing.yaml"]),
+        (["builtin:coder", "--async-scheduling", "--policy", "orca"], ["async-scheduling", "'orca'", "paceline does"]),
         (["builtin:coder", "--dtype", "bfloat16"], ["dtype: CPUs compute in float32", "auto and float32"]),
         (["builtin:coder", "--device", "cuda", "--quantization", "int8"], ["quantization: int8 is for CPUs", "none"]),
         (["builtin:coder", "--device", "cuda"], ["device: no NVIDIA GPU is visible here", "valid is cpu"]),
