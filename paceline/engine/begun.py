@@ -65,8 +65,9 @@ class Begun:
         if runner.drafts and runner.answers:
             runner.drafter.settle([job for job in self.jobs if not job.error])
         now = perf_counter()
-        forward = now - max(self.started, runner.finished) - sampling
-        runner.finished = now
+        seconds = now - max(self.started, runner.finished)  # of steps side by side each has its own
+        sampling = min(sampling, seconds)  # the device may have been done before anybody looked
+        forward, runner.finished = seconds - sampling, now
         if runner.peers:
             forward -= runner.peers.waited_s - self.waited
         return [job.output() for job in self.jobs] if runner.answers else [], forward, sampling

@@ -299,7 +299,7 @@ class ModelGroup:
                 forward_s=flight.forward_s,
                 sample_s=flight.sample_s,
                 schedule_s=self.driver.turn_s,
-                messages_s=received - max(flight.sent, self._stepped) - flight.forward_s - flight.sample_s,
+                messages_s=max(0.0, received - max(flight.sent, self._stepped) - flight.forward_s - flight.sample_s),
                 output_s=flight.output_s,
                 predicted_s=predicted,
                 profiled_s=predicted / batch.pace if predicted and alone else None,

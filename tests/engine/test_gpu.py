@@ -405,6 +405,19 @@ def test_steps_ahead_of_their_last_tokens_yield_the_same(device: str, blocks: in
     assert {output.finish for output in got} == {"length", "stop"}
 
 
+def test_a_step_takes_no_less_than_nothing(monkeypatch) -> None:
+    """Though the device was done with it before the one before it was looked at."""
+    runner = ModelRunner.load(BUILTIN / "coder-draft", max_batch_tokens=64, max_batch=8, num_blocks=9, device=HOST)
+    monkeypatch.setattr(machine.Moment, "until", lambda *_: 60.0)
+    new = NewSequence(1, [5, 6], 2, SamplingParams(temperature=0.0))
+    first = runner.begin([new], [SliceWork(1, 0, 2, True, 0, [0, 1])], [])
+    second = runner.begin([], [SliceWork(1, 2, 1, True, 2, [])], [])
+    for step in (first, second):
+        step.heads = []
+        (output,), forward, sampling = step.finish()
+        assert len(output.tokens) == 1 and 0.0 <= forward <= 60.0 and 0.0 <= sampling < 60.0
+
+
 @pytest.mark.slow  # a minute in Triton's interpreter
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")  # rows that are nobody's hold anything
