@@ -378,15 +378,18 @@ class ModelRunner:
 
     def _ask(self, begun: Begun, jobs: list[Job], hidden: Tensor) -> bool:
         """Has the device sample a token for each of the jobs, which are plain and without drafts. False: it cannot."""
-        if not 0 < len(jobs) <= LOGIT_ROWS:
+        if not jobs:
             return False
+        heads, parts = [], []
         try:
-            logits, head = self._logits(jobs, hidden)
-            states = [job.sequence.state for job in jobs]
-            tokens = sampler.asked(logits, states, [job.end for job in jobs])
+            for some in in_parts(jobs, LOGIT_ROWS, lambda job: 1):
+                logits, head = self._logits(some, hidden)
+                parts.append(sampler.asked(logits, [job.sequence.state for job in some], [job.end for job in some]))
+                heads.append(head)
         except Exception:  # `_emit` finds out whose fault it is
             return False
-        begun.heads, begun.asked = [head], jobs
+        tokens = torch.cat(parts)
+        begun.heads, begun.asked = heads, jobs
         begun.fed, begun.tokens = tokens.clamp(min=0), tokens.to("cpu", non_blocking=True)
         for row, job in enumerate(jobs):
             job.sequence.awaited, job.sequence.row = begun, row

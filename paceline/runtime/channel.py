@@ -5,6 +5,7 @@ each of them may wait for a core (docs/log.md).
 """
 
 import asyncio
+import os
 import select
 import socket
 import struct
@@ -64,7 +65,8 @@ class WorkerEnd:
     """The worker's end: blocks. Any thread may send."""
 
     def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
+        self._socket = socket.socket(fileno=os.dup(descriptor))  # the lowest number that is free: `select` needs one
+        os.close(descriptor)
         self._socket.set_inheritable(False)
         self._buffer = bytearray()
         self._sending = threading.Lock()

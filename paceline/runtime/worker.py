@@ -129,8 +129,10 @@ class Loop:
 
     def _begin(self, message: Step, engine: Overlapping) -> None:
         """Asks for a step, and then sends the outputs of the one before, which a device computes meanwhile."""
-        if self.begun and not (self.begun[1] is engine and engine.follows(message.slices)):
-            self._finish()
+        if self.begun:
+            _, before, begun = self.begun
+            if begun.done or before is not engine or not engine.follows(message.slices):
+                self._finish()
         self.stepping = engine
         begun = engine.begin(message.new, message.slices, message.dropped)
         self._finish()

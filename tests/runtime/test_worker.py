@@ -36,10 +36,10 @@ class Device:
     """Begins steps, and is asked so many times whether one is done."""
 
     overlaps = answers = first = True
-    progress, waiting, looks = 0, False, 2
+    progress, waiting = 0, False
 
-    def __init__(self, said: list[str], follows: bool) -> None:
-        self.said, self._follows, self.begun, self.draft_s = said, follows, 0, 0.5
+    def __init__(self, said: list[str], follows: bool, looks: int) -> None:
+        self.said, self._follows, self.looks, self.begun, self.draft_s = said, follows, looks, 0, 0.5
 
     def follows(self, slices) -> bool:
         return self._follows
@@ -66,19 +66,20 @@ def step(batch: int) -> Step:
 
 
 @pytest.mark.parametrize(
-    ("follows", "frames", "said"),
+    ("follows", "looks", "frames", "said"),
     [
-        (True, [step(1), step(2), None, step(3)], ["begin 1", "begin 2", "done 1", "begin 3", "done 2", "done 3"]),
-        (False, [step(1), step(2)], ["begin 1", "done 1", "begin 2", "done 2"]),
-        (True, [step(1), None, None, None, step(2)], ["begin 1", "done 1", "begin 2", "done 2"]),
-        (True, [step(1), GiveBack(0, [1])], ["begin 1", "done 1", "give back"]),
+        (True, 5, [step(1), step(2), None, step(3)], ["begin 1", "begin 2", "done 1", "begin 3", "done 2", "done 3"]),
+        (False, 5, [step(1), step(2)], ["begin 1", "done 1", "begin 2", "done 2"]),
+        (True, 2, [step(1), None, None, None, step(2)], ["begin 1", "done 1", "begin 2", "done 2"]),
+        (True, 5, [step(1), GiveBack(0, [1])], ["begin 1", "done 1", "give back"]),
+        (True, 0, [step(1), step(2)], ["begin 1", "done 1", "begin 2", "done 2"]),
     ],
-    ids=["ahead", "needs the tokens", "comes late", "another message"],
+    ids=["ahead", "needs the tokens", "comes late", "another message", "is done"],
 )
-def test_a_step_begins_before_the_last_one_is_answered(follows: bool, frames: list, said: list[str]) -> None:
+def test_a_step_begins_before_the_last_one_is_answered(follows: bool, looks: int, frames: list, said: list) -> None:
     heard: list[str] = []
     loop = Loop(Channel(heard, *frames, *[None] * 4), [])
-    loop.engines[0] = Device(heard, follows)
+    loop.engines[0] = Device(heard, follows, looks)
     loop.run()
     assert heard == said
     assert loop.stepping is None and loop.begun is None
