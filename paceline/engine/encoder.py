@@ -209,6 +209,7 @@ class EncoderRunner:
     """A loaded encoder. `step` is to be called from one thread."""
 
     draft_s = 0.0
+    overlaps = False
 
     def __init__(self, encoder: Encoder, info: EngineInfo, max_tokens: int):
         """`max_tokens`: of a forward pass; a longer text goes alone."""
@@ -292,8 +293,6 @@ class EncoderRunner:
         del self.encoder
         gc.collect()
         pages.trim_heap()
-
-    overlaps = False
 
     @torch.inference_mode()
     def step(

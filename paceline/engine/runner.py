@@ -61,7 +61,8 @@ class ModelRunner:
         self.sequences: dict[int, EngineSequence] = {}
         self.drafter: Drafter = PromptLookup()
         self.grammars = grammars
-        self.draft_s = self.finished = 0.0  # when the last step was
+        self.draft_s = 0.0
+        self.finished = 0.0  # when the last step was
         self._open: Begun | None = None  # the step begun last, if only the device knows its tokens
         self._complaints: set[str] = set()
         self._progress = np.zeros(1, np.int64)
@@ -210,6 +211,8 @@ class ModelRunner:
         hidden = self._forward(runs)
         if self.peers:
             machine.finish(self.device)  # nobody waits for what has only been asked for
+        if plain:  # what was before the pass is the host's preparation, beside the device's last step
+            self.draft_s = 0.0
         begun = Begun(self, jobs, started, waited, self.draft_s)
         if self.last:
             begun.computed = machine.Moment(self.device)

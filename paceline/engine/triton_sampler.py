@@ -67,7 +67,7 @@ def _noise(low, high, ids, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
     return -tl.log(-tl.log((x.to(tl.float64) + 0.5) * 2.3283064365386963e-10))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["rows", "keys", "numbers"])
 def _draw(
     logits, stride, size, peaks, tokens, rows, keys, numbers, count,
     BLOCK: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
