@@ -58,6 +58,7 @@ from paceline.batching.state import (
     TAIL,
     TBT,
     TOKEN_BUDGET,
+    TOOK,
     WAITS,
     WANTED,
     WATERMARK,
@@ -108,7 +109,8 @@ def takes_no_step(s: State) -> bool:
         return now[ENTERING] >= 0
     if now[FLYING] >= ring(s):
         return True
-    return now[DRAFTING] > 0 or num_free(s) < now[RUNNING] or s.clocks[0] - s.factors[BEGIN] > SHORT_S
+    left = max(s.clocks[0] - s.factors[BEGIN], s.factors[TOOK])
+    return now[DRAFTING] > 0 or num_free(s) < now[RUNNING] or left > SHORT_S
 
 
 @part
@@ -177,7 +179,7 @@ def goal_of_step(s: State) -> float:
     goal, running, numbers, times = s.factors[GOAL], s.running, s.numbers, s.times
     for i in range(s.now[RUNNING]):
         slot = running[i]
-        if numbers[slot, COMPUTED] >= numbers[slot, PROMPT]:
+        if numbers[slot, SCHEDULED] >= numbers[slot, PROMPT]:  # its last chunk may be in flight
             goal = min(goal, times[slot, TBT])
     return within(s, goal)
 

@@ -68,6 +68,7 @@ from paceline.batching.state import (
     TAIL,
     TILE,
     TOKEN_BUDGET,
+    TOOK,
     WANTED,
     WATERMARK,
     WIDE,
@@ -318,6 +319,8 @@ class Scheduler:
         if self.predict and result.seconds and not batch.drafts:
             took, predicted = result.seconds - result.draft_seconds, self.predict(batch.shape)
             learned(self.handle, batch.shape.tokens, predicted, took)
+        if not self.predict:
+            self.state.factors[TOOK] = result.seconds
         if self.predict and result.seconds and self.pipeline == 1:  # else it may have waited for a stage
             _learn_beside(self.state, now - begun - result.seconds)
         tokens, gone = result.tokens, list[int]()

@@ -39,8 +39,11 @@ ARRIVAL, WANTED, TBT, LAST = range(4)
 # `factors`: what steps take over what is predicted, what those that compute take over that, seconds of drafting in this
 # step, goal between tokens, its margin, when the last step was complete, when this one is composed, what steps take
 # beside the engine, the margin that the profile says, up to when what was learnt has been forgotten (`batching.pace`),
-# for how long others on the device have it between two steps, its own share of the device's time, and as of when
-PACE, WIDE, SPENT, GOAL, MARGIN, LANDED, BEGIN, BESIDE, ERROR, RESTED, WAITS, SHARE, SHARED, NUM_FACTORS = range(14)
+# for how long others on the device have it between two steps, its own share of the device's time, and as of when,
+# what the last step took where none is predicted
+(
+    PACE, WIDE, SPENT, GOAL, MARGIN, LANDED, BEGIN, BESIDE, ERROR, RESTED, WAITS, SHARE, SHARED, TOOK, NUM_FACTORS,
+) = range(15)  # fmt: skip
 # rows of `blocks`: holders; a stack of spare ones and, from its end, one of those away; neighbours among the idle ones;
 # whether a hash is known
 HOLDERS, STACK, OLDER, NEWER, FULL = range(5)

@@ -129,10 +129,14 @@ class Engine(Protocol):
 class Overlapping(Engine, Protocol):
     """An engine whose steps can begin before the last one's tokens are known: a device knows them."""
 
+    def learn(self, new: Seq[NewSequence], dropped: Seq[int]) -> None:
+        """Forgets `dropped`, learns `new`, which the next step may run."""
+        ...
+
     def follows(self, slices: Seq[SliceWork]) -> bool:
         """Whether a step of these slices can begin, and not wait for the device, before the last one is finished."""
         ...
 
-    def begin(self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]) -> BegunStep:
+    def begin(self, slices: Seq[SliceWork]) -> BegunStep:
         """As `step`, until the device has been asked for what does not depend on tokens that it has yet to sample."""
         ...

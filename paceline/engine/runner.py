@@ -186,21 +186,25 @@ class ModelRunner:
         self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]
     ) -> tuple[list[SliceOutput], float, float]:
         """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
-        return self.begin(new, slices, dropped).finish()
+        self.learn(new, dropped)
+        return self.begin(slices).finish()
 
-    def follows(self, slices: Seq[SliceWork]) -> bool:
-        """Whether a step of these slices can begin, and not wait for the device, before the last one is finished."""
-        known = (self.sequences.get(work.id) for work in slices if not work.num_draft)
-        return sum(sequence is None or _is_plain(sequence) for sequence in known) == len(slices)
-
-    @torch.inference_mode()
-    def begin(self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]) -> Begun:
-        """As `step`, until the device has been asked for all of it, or has computed it where its tokens depend on each
-        other, or on those of the last step in more than what there is to look up."""
+    def learn(self, new: Seq[NewSequence], dropped: Seq[int]) -> None:
+        """Forgets `dropped`, learns `new`, which the next step may run."""
         for name in dropped:
             self.sequences.pop(name, None)
         for sequence in new:
             self._learn(sequence)
+
+    def follows(self, slices: Seq[SliceWork]) -> bool:
+        """Whether a step of these slices can begin, and not wait for the device, before the last one is finished."""
+        known = (self.sequences.get(work.id) for work in slices if not work.num_draft)
+        return sum(sequence is not None and _is_plain(sequence) for sequence in known) == len(slices)
+
+    @torch.inference_mode()
+    def begin(self, slices: Seq[SliceWork]) -> Begun:
+        """As `step`, until the device has been asked for all of it, or has computed it where its tokens depend on each
+        other, or on those of the last step in more than what there is to look up."""
         started, waited = perf_counter(), self.peers.waited_s if self.peers else 0.0
         jobs = [Job(work) for work in slices]
         for job in jobs:

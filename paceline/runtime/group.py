@@ -49,6 +49,7 @@ class Flight:
     batch: Batch
     parts: deque[Part]
     result: StepResult
+    suspected: bool  # somebody in it was computed when a worker died
     others: bool  # `StepRecord.others`, and `before`
     before: bool
     sent: float = 0.0  # when; 0: not yet
@@ -197,21 +198,27 @@ class ModelGroup:
             else:
                 innocent.append((index, seq))
         parts = deque([innocent, *suspects] if innocent or not suspects else suspects)
-        result = StepResult(bytearray(len(batch.requests)))
-        self._flying[batch.id] = Flight(batch, parts, result, others, self.workers.latest not in (None, self.number))
+        result, before = StepResult(bytearray(len(batch.requests))), self.workers.latest not in (None, self.number)
+        self._flying[batch.id] = Flight(batch, parts, result, bool(suspects), others, before)
         self._send_next()
 
     def _send_next(self) -> None:
-        """Sends what may go. Slices of one sequence keep their order, so where batches go in parts, one that shares a
-        sequence with another waits for it."""
-        before: list[Flight] = []
-        for flight in self._flying.values():
-            if not flight.sent and not any(_must_wait(flight, one) for one in before):
+        """Sends what may go: a batch with suspects has the workers to itself, so that nobody else is there when its
+        culprit ends them."""
+        suspected = False
+        for number, flight in enumerate(self._flying.values()):
+            suspected |= flight.suspected
+            if suspected and number:
+                return
+            if not flight.sent:
                 flight.sent = time.perf_counter()
-                self._send(flight.batch, flight.parts[0])
-            before.append(flight)
+                self._send(flight)
 
-    def _send(self, batch: Batch, part: Part) -> None:
+    def _send(self, flight: Flight) -> None:
+        """Sends the flight's next part, without those that have ended since it was composed."""
+        batch, part = flight.batch, flight.parts[0]
+        flight.result.failed += [index for index, seq in part if self.sequences.get(seq.id) is not seq]
+        flight.parts[0] = part = [(index, seq) for index, seq in part if self.sequences.get(seq.id) is seq]
         new = [seq.introduce(self) for _, seq in part if seq.worker is not self]
         work = [seq.work(batch, index, self._shares) for index, seq in part]
         self.workers.send(Step(self.number, batch.id, new, work, self._dropped))
@@ -235,7 +242,7 @@ class ModelGroup:
         flight.result.seconds += message.forward_s + message.sample_s
         flight.output_s += time.perf_counter() - received
         if flight.parts:
-            self._send(flight.batch, flight.parts[0])
+            self._send(flight)
             return
         # batches land in the order in which they were composed, as in a pipeline
         done = list(takewhile(lambda one: not one.parts, self._flying.values()))
@@ -337,8 +344,3 @@ def _drafted(batch: Batch, index: int, seq: RunningSequence, output: SliceOutput
     if batch.drafts and batch.drafts[index]:
         return Drafted("error" if output.drafter == ERROR else "nothing_found")
     return Drafted(IDLE[batch.sequences[index].row[HELD_BACK]])
-
-
-def _must_wait(flight: Flight, before: Flight) -> bool:
-    in_parts = len(flight.parts) > 1 or len(before.parts) > 1
-    return in_parts and not set(flight.batch.requests).isdisjoint(before.batch.requests)

@@ -126,6 +126,8 @@ class Offline:
                 else:
                     return
         finally:
+            for flight in flying:
+                flight.finish()
             for seq in self._running.values():
                 seq.leave_worker()
             self._running.clear()
@@ -144,10 +146,12 @@ class Offline:
         sequences = [self._running[request] for request in batch.requests]
         new = [seq.introduce(self) for seq in sequences if not seq.worker]
         work = [seq.work(batch, index) for index, seq in enumerate(sequences)]
-        what, self._dropped = (new, work, self._dropped), []
-        if self.engine.overlaps:
-            return Flight(batch, sequences, cast(Overlapping, self.engine).begin(*what).finish)
-        return Flight(batch, sequences, partial(self.engine.step, *what))
+        dropped, self._dropped = self._dropped, []
+        if not self.engine.overlaps:
+            return Flight(batch, sequences, partial(self.engine.step, new, work, dropped))
+        engine = cast(Overlapping, self.engine)
+        engine.learn(new, dropped)
+        return Flight(batch, sequences, engine.begin(work).finish)
 
     def _finished(self, flight: Flight) -> list[Input]:
         batch, sequences = flight.batch, flight.sequences

@@ -129,12 +129,14 @@ class Loop:
 
     def _begin(self, message: Step, engine: Overlapping) -> None:
         """Asks for a step, and then sends the outputs of the one before, which a device computes meanwhile."""
-        if self.begun:
-            _, before, begun = self.begun
-            if begun.done or before is not engine or not engine.follows(message.slices):
-                self._finish()
+        if self.begun and (self.begun[2].done or self.begun[1] is not engine):
+            self._finish()
         self.stepping = engine
-        begun = engine.begin(message.new, message.slices, message.dropped)
+        engine.learn(message.new, message.dropped)
+        if not engine.follows(message.slices):
+            self._finish()
+            self.stepping = engine
+        begun = engine.begin(message.slices)
         self._finish()
         self.stepping, self.begun = engine, (message, engine, begun)
 

@@ -239,6 +239,24 @@ def test_what_is_composed_ahead_depends_on_no_token_and_delays_nobody_for_long(o
     assert len(batches) == 1 + ahead
 
 
+@pytest.mark.parametrize(("seconds", "ahead"), [(0.03, 0), (0.01, 1)], ids=["long", "short"])
+def test_without_a_profile_the_last_step_says_how_long_steps_are(seconds, ahead):
+    controller = Controller([GroupConfig(scheduler=SchedulerConfig(token_budget=16), ahead=1)])
+    controller.turn([Submit(Request("a", 64, 3))], 0.0)
+    for number in range(2):
+        result = StepResult(bytearray([0]), seconds=seconds)
+        _, batches = controller.turn([Complete(0, number, result)], 1.0 + number)
+    assert len(batches) == 1 and len(controller.groups[0].scheduler.flying) == 1 + ahead
+
+
+def test_the_goal_of_who_is_about_to_decode_counts_ahead():
+    budget = GoalBudget(tuple(0.0003 * n for n in range(61)), (0.0,) * 6, tile=1, knee=60, maximum=60)
+    controller = Controller([GroupConfig(scheduler=SchedulerConfig(token_budget=60), budget=budget, ahead=1)])
+    hasty = Request("a", 5, 3, slo=SLO(tbt=0.006))
+    _, batches = controller.turn([Submit(hasty), Submit(Request("b", 200, 3))], 0.0)
+    assert [batch.num_tokens for batch in batches] == [60, 20], "a's prompt is in flight, and its decode in the second"
+
+
 def test_of_models_on_a_device_one_alone_goes_ahead():
     controller = Controller([GroupConfig((name,), device=0, ahead=1) for name in "ab"])
     _, batches = controller.turn([Submit(Request("1", 4, 9, model="a"))], 0.0)

@@ -367,10 +367,10 @@ def ahead(device: str, dtype: str, steps: int, blocks: int = 100) -> tuple[list[
     )
     begin, early = runner.begin, list[int]()
 
-    def watched(new, slices, dropped):
+    def watched(slices):
         if runner._open and runner._open.tokens is not None:
             early.append(len(slices))
-        return begin(new, slices, dropped)
+        return begin(slices)
 
     runner.begin = watched
     limits = SchedulerConfig(48, 8, runner.info.block_size, blocks)
@@ -410,13 +410,24 @@ def test_a_step_takes_no_less_than_nothing(monkeypatch) -> None:
     runner = ModelRunner.load(BUILTIN / "coder-draft", max_batch_tokens=64, max_batch=8, num_blocks=9, device=HOST)
     monkeypatch.setattr(machine.Moment, "until", lambda *_: 60.0)
     new = NewSequence(1, [5, 6], 2, SamplingParams(temperature=0.0))
-    first = runner.begin([new], [SliceWork(1, 0, 2, True, 0, [0, 1])], [])
-    second = runner.begin([], [SliceWork(1, 2, 1, True, 2, [])], [])
+    runner.learn([new], [])
+    first = runner.begin([SliceWork(1, 0, 2, True, 0, [0, 1])])
+    second = runner.begin([SliceWork(1, 2, 1, True, 2, [])])
     for step in (first, second):
         step.heads = []
         (output,), forward, sampling = step.finish()
         assert len(output.tokens) == 1 and 0.0 <= forward <= 60.0 and 0.0 <= sampling < 60.0
         assert step.draft_s == 0.0, "it drafts nothing, and its preparation is no part of these times"
+
+
+def test_what_waits_for_the_last_tokens_is_known_before_it_begins() -> None:
+    runner = ModelRunner.load(BUILTIN / "coder-draft", max_batch_tokens=64, max_batch=8, num_blocks=9, device=HOST)
+    greedy = SamplingParams(temperature=0.0)
+    kinds = [greedy, replace(greedy, logprobs=2), replace(greedy, repetition_penalty=1.2)]
+    runner.learn([NewSequence(id, [5, 6], 2, params) for id, params in enumerate(kinds)], [])
+    slices = [SliceWork(id, 0, 2, True, 0, [id]) for id in range(3)]
+    assert [runner.follows([one]) for one in slices] == [True, False, False]
+    assert not runner.follows(slices) and not runner.follows([slices[0]._replace(num_draft=1)])
 
 
 @pytest.mark.slow  # a minute in Triton's interpreter

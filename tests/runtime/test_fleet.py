@@ -282,14 +282,14 @@ class TwoInFlight(LocalFleet):
 
 
 async def test_a_crash_keeps_what_all_batches_in_flight_had_yielded():
-    """After the first crash sequences run one by one; the second comes when each of two batches is half done."""
+    """After the first crash sequences run one by one; the second comes when one of two batches is half done."""
     running = TwoInFlight([worker(delay=0.03)], FleetConfig(max_batch=8, policy="prefill_first_padded"))
     await running.start()
     group = running.groups[0]
 
     def half_done() -> bool:
-        flights = group._flying.values()
-        return len(flights) == 2 and all(flight.parts and any(flight.result.tokens) for flight in flights)
+        flights = list(group._flying.values())
+        return len(flights) == 2 and bool(flights[0].parts) and any(flights[0].result.tokens)
 
     try:
         sinks = [Collector() for _ in range(8)]
@@ -331,9 +331,10 @@ async def test_workers_that_owe_a_step_and_compute_nothing_are_replaced(tmp_path
         assert running.workers[0].pids != [pid]
 
 
+@AHEAD
 @pytest.mark.parametrize("fault", [CRASH, RAISE])
-async def test_only_the_request_that_kills_workers_fails(fault):
-    async with fleet() as running:
+async def test_only_the_request_that_kills_workers_fails(fault, ahead):
+    async with fleet(ahead=ahead) as running:
         good, bad = Collector(), Collector()
         running.submit("toy", [1, 2], SamplingParams(max_tokens=200), good)
         await until(lambda: len(good.tokens) > 3)
@@ -342,6 +343,18 @@ async def test_only_the_request_that_kills_workers_fails(fault):
         assert "more than once" in bad.error
         await good.done.wait()
         assert good.tokens == expected([1, 2], 200)
+        check_empty(running)
+
+
+async def test_nobody_is_blamed_for_the_culprit_in_the_step_before():
+    async with fleet(FleetConfig(token_budget=16), ahead=True, delay=0.01) as running:
+        bad, good = Collector(), Collector()
+        prompt = list(range(16))  # as much as a step takes
+        running.submit("toy", [CRASH, *prompt[1:]], SamplingParams(max_tokens=1), bad)
+        running.submit("toy", prompt, SamplingParams(max_tokens=30), good)
+        await asyncio.gather(bad.done.wait(), good.done.wait())
+        assert "more than once" in bad.error
+        assert not good.error and good.tokens == expected(prompt, 30)
         check_empty(running)
 
 

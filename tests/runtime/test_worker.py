@@ -41,10 +41,13 @@ class Device:
     def __init__(self, said: list[str], follows: bool, looks: int) -> None:
         self.said, self._follows, self.looks, self.begun, self.draft_s = said, follows, looks, 0, 0.5
 
+    def learn(self, new, dropped) -> None:
+        self.learnt = len(new)
+
     def follows(self, slices) -> bool:
         return self._follows
 
-    def begin(self, new, slices, dropped) -> "Device":
+    def begin(self, slices) -> "Device":
         self.begun += 1
         self.said.append(f"begin {self.begun}")
         return self
