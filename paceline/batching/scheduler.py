@@ -85,6 +85,7 @@ Predict = Callable[[StepShape], float]
 
 
 _compose = entry(I64, STATE)(policies.compose)
+_takes_no_step = entry(BOOL, STATE)(moves.takes_no_step)
 _land = entry(I64, STATE, I64, BYTES)(policies.land)
 _say_why = entry(VOID, STATE)(held_back.say_why)
 _fits = entry(BOOL, STATE, I64, I64)(moves.fits)
@@ -258,6 +259,8 @@ class Scheduler:
         if self.num_sequences:
             forgotten(self.handle, now)
         if self.lookahead and s.now[DRAFTING]:
+            if _takes_no_step(self.handle):
+                return None
             budget, order, goal = self.config.token_budget, s.running[: s.now[RUNNING]], _goal_of_step(self.handle)
             waits = _pending(self.handle, budget, False)
             chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)

@@ -47,7 +47,16 @@ from paceline.core.request import (
     UNPAID,
 )
 from paceline.latency.step_time import StepTime
-from paceline.speculation.times import SIZES, Times, of_sequences, of_tokens
+from paceline.speculation.times import (
+    SIZES,
+    Times,
+    drafting_of,
+    observe_step,
+    of_sequences,
+    of_tokens,
+    pace_of,
+    verifying_of,
+)
 
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _F64, _I64 = types.float64, types.int64
@@ -114,14 +123,11 @@ class Lookahead:
         drafts, if they can be done in that time without any. For sequences without a draft `numbers` say why.
         """
         self._grow(len(numbers))
-        pace = self.times.pace
-        seconds, *costs = choose(
-            numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget, goal / pace,
-            *(self.spare / pace), *self._target, *self._draft, self.times.verifying, self.times.drafting, THRESHOLDS,
-            self._chosen,
+        seconds = choose_at_pace(
+            numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget, goal,
+            self.spare, *self._target, *self._draft, self.times.mean, THRESHOLDS, self._chosen,
         )  # fmt: skip
-        self.spare -= np.array(costs) * pace
-        return self._chosen, seconds * pace
+        return self._chosen, seconds
 
     def observe(self, slots: Ints, known: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
         """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many and
@@ -150,12 +156,11 @@ class Lookahead:
         (`observe`).
         """
         self._grow(1 + int(slots.max(initial=-1)))
-        unread = int(self.unread[slots[drafted > 0]].sum())
-        first, further, target = expected(drafted, unread, read, *self._target, *self._draft)
-        tokens = len(drafted) + int(drafted.sum()) if drafted.any() else 0
-        self.times.observe((seconds - draft_seconds) / target, len(drafted), tokens, draft_seconds, first, further)
-        most = (SAVES if self._begun else FIRST) * seconds
-        self.spare = np.minimum(self.spare + (TRIES * seconds if self._begun else most), most)
+        times = self.times
+        observe_seconds(
+            slots, drafted, read, seconds, draft_seconds, self.unread, *self._target, *self._draft, times.mean,
+            times.covariance, times.noise, self.spare, self._begun,
+        )  # fmt: skip
         self._begun = True
 
 
@@ -379,6 +384,29 @@ def choose(  # type: ignore[no-untyped-def]
     return best[DRAFTING], cost, 0.0
 
 
+@njit(
+    _F64(
+        _I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _I64, _I64, _F64, _FLOATS, _FLOATS, _F64, _F64,
+        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _INTS,
+    ),
+    cache=True,
+)  # fmt: skip
+def choose_at_pace(  # type: ignore[no-untyped-def]
+    numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, linear, token, context,
+    draft_linear, draft_token, draft_context, mean, thresholds, chosen,
+):  # fmt: skip
+    """The same where steps take what is known of this machine: seconds of drafting; a try's are spent."""
+    pace = pace_of(mean)
+    seconds, of_drafts, of_width = choose(
+        numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal / pace, spare[0] / pace,
+        spare[1] / pace, linear, token, context, draft_linear, draft_token, draft_context, verifying_of(mean),
+        drafting_of(mean), thresholds, chosen,
+    )  # fmt: skip
+    spare[0] -= of_drafts * pace
+    spare[1] -= of_width * pace
+    return seconds * pace
+
+
 @njit(types.UniTuple(_F64, 3)(_BYTES, _I64, _I64, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64), cache=True)
 def expected(  # type: ignore[no-untyped-def]
     drafted, unread, read, linear, token, context, draft_linear, draft_token, draft_context
@@ -401,6 +429,35 @@ def expected(  # type: ignore[no-untyped-def]
             further += _seconds(draft_linear, draft_token, 0.0, some, 0)
     further += draft_context * again
     return first, further, _seconds(linear, token, context, width, read + again * AGAIN / 100)
+
+
+@njit(
+    types.void(
+        _ROW, _BYTES, _I64, _F64, _F64, _INTS, _FLOATS, _F64, _F64, _FLOATS, _F64, _F64, _FLOATS, _TABLE, _FLOATS,
+        _FLOATS, types.boolean,
+    ),
+    cache=True,
+)  # fmt: skip
+def observe_seconds(  # type: ignore[no-untyped-def]
+    slots, drafted, read, seconds, draft_seconds, unread, linear, token, context, draft_linear, draft_token,
+    draft_context, mean, covariance, noise, spare, begun,
+):  # fmt: skip
+    missed, tokens = 0, 0
+    for i in range(drafted.shape[0]):
+        if drafted[i] > 0:
+            missed += unread[slots[i]]
+            tokens += drafted[i]
+    tokens += drafted.shape[0] if tokens > 0 else 0
+    first, further, target = expected(
+        drafted, missed, read, linear, token, context, draft_linear, draft_token, draft_context
+    )  # fmt: skip
+    observe_step(
+        mean, covariance, noise, (seconds - draft_seconds) / target, drafted.shape[0], tokens, draft_seconds, first,
+        further,
+    )  # fmt: skip
+    for i in range(2):
+        most = (SAVES if begun else FIRST) * seconds
+        spare[i] = min(spare[i] + TRIES[i] * seconds, most) if begun else most
 
 
 @njit(types.void(_ROW, _ROW, _BYTES, _BYTES, _COUNTS, _COUNTS, _INTS, _INTS, _ROW), cache=True)

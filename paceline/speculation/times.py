@@ -34,39 +34,36 @@ class Times:
     @property
     def pace(self) -> float:
         """Of all steps."""
-        return math.exp(self.mean[0])
+        return float(pace_of(self.mean))
 
     @property
     def drafting(self) -> Floats:
         """Of drafting, relative to that: its first pass and the others."""
-        return np.exp(self.mean[1] + np.array([self.mean[-1], 0.0]))
+        return drafting_of(self.mean)  # type: ignore[no-any-return]
 
     @property
     def verifying(self) -> Floats:
         """Likewise of the target in steps with drafts, by sequences and tokens (`of_sequences`, `of_tokens`)."""
-        sequences, tokens = self.mean[3 : 3 + SIZES], self.mean[3 + SIZES : -1]
-        return np.exp(self.mean[2] + sequences[:, None] + tokens)
+        return verifying_of(self.mean)  # type: ignore[no-any-return]
 
-    def observe(
-        self, target: float, sequences: int, tokens: int, drafting: float, first: float, further: float
-    ) -> None:  # fmt: skip
-        """What a step of so many sequences took over its profile in the target, with so many tokens (0: no drafts).
 
-        `drafting`: its seconds (0: nobody knows), where profiles say `first` in the first pass and `further` after it.
-        """
-        weights = np.zeros(ALL)
-        weights[0] = 1.0
-        if tokens:
-            weights[2] = weights[3 + of_sequences(sequences)] = weights[3 + SIZES + of_tokens(tokens)] = 1.0
-        learn(self.mean, self.covariance, self.noise, math.log(max(target, 1e-9)), weights, 0)
-        if drafting > 0 and first > 0:
-            own = first * math.exp(self.mean[-1])
-            share, believed = own / (own + further), math.log(own + further)
-            weights[:] = 0.0
-            weights[0] = weights[1] = 1.0
-            weights[-1] = share
-            seen = math.log(drafting) - believed + share * self.mean[-1]
-            learn(self.mean, self.covariance, self.noise, seen, weights, 1)
+@njit(_F64(_FLOATS), cache=True)
+def pace_of(mean):  # type: ignore[no-untyped-def]
+    return math.exp(mean[0])
+
+
+@njit(_FLOATS(_FLOATS), cache=True)
+def drafting_of(mean):  # type: ignore[no-untyped-def]
+    return np.exp(mean[1] + np.array([mean[-1], 0.0]))
+
+
+@njit(_F64[:, ::1](_FLOATS), cache=True)
+def verifying_of(mean):  # type: ignore[no-untyped-def]
+    table = np.empty((SIZES, SIZES))
+    for i in range(SIZES):
+        for j in range(SIZES):
+            table[i, j] = math.exp(mean[2] + mean[3 + i] + mean[3 + SIZES + j])
+    return table
 
 
 @njit(types.int64(types.int64), cache=True)
@@ -104,3 +101,28 @@ def learn(mean, covariance, noise, seen, weights, of):  # type: ignore[no-untype
         mean[i] += shared[i] / variance * surprise
         for j in range(ALL):
             covariance[i, j] -= shared[i] * shared[j] / variance
+
+
+@njit(
+    types.void(_FLOATS, _F64[:, ::1], _FLOATS, _F64, types.int64, types.int64, _F64, _F64, _F64), cache=True
+)  # fmt: skip
+def observe_step(  # type: ignore[no-untyped-def]
+    mean, covariance, noise, target, sequences, tokens, drafting, first, further
+):
+    """What a step of so many sequences took over its profile in the target, with so many tokens (0: no drafts).
+
+    `drafting`: its seconds (0: nobody knows), where profiles say `first` in the first pass and `further` after it.
+    """
+    weights = np.zeros(ALL)
+    weights[0] = 1.0
+    if tokens > 0:
+        weights[2] = weights[3 + of_sequences(sequences)] = weights[3 + SIZES + of_tokens(tokens)] = 1.0
+    learn(mean, covariance, noise, math.log(max(target, 1e-9)), weights, 0)
+    if drafting > 0 and first > 0:
+        own = first * math.exp(mean[-1])
+        share, believed = own / (own + further), math.log(own + further)
+        weights[:] = 0.0
+        weights[0] = weights[1] = 1.0
+        weights[-1] = share
+        seen = math.log(drafting) - believed + share * mean[-1]
+        learn(mean, covariance, noise, seen, weights, 1)
