@@ -261,10 +261,12 @@ class Scheduler:
         if self.lookahead and s.now[DRAFTING]:
             if _takes_no_step(self.handle):
                 return None
-            budget, order, goal = self.config.token_budget, s.running[: s.now[RUNNING]], _goal_of_step(self.handle)
+            budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
             waits = _pending(self.handle, budget, False)
-            chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
-            s.chosen[order] = chosen[order]  # of other slots it holds what was chosen for those who had them before
+            if not self.lookahead.rests(order, waits):
+                goal = _goal_of_step(self.handle)
+                chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
+                s.chosen[order] = chosen[order]  # of other slots it holds what was chosen for those before
         s.factors[SPENT], s.factors[BEGIN] = spent, now
         count = _compose(self.handle)
         self.note_preempted()
@@ -339,11 +341,13 @@ class Scheduler:
             self._know(batch.sequences[index], hashes)
         column = np.frombuffer(tokens, np.uint8)
         if self.lookahead and (batch.drafts or self.state.now[DRAFTING]):
-            drafted = np.frombuffer(result.drafted or bytes(len(tokens)), np.uint8)
-            if result.seconds and batch.num_decodes == len(tokens) and not gone:
-                read = sum(batch.starts)
-                self.lookahead.observe_times(slots, drafted, read, result.seconds, result.draft_seconds)
-            self.lookahead.observe(slots, step[LENGTH] - step[DRAFT], drafted, column)
+            steady = batch.num_decodes == len(tokens) and not gone
+            if batch.drafts or not self.lookahead.rested(slots, steady, result.seconds):
+                drafted = np.frombuffer(result.drafted or bytes(len(tokens)), np.uint8)
+                if result.seconds and steady:
+                    read = sum(batch.starts)
+                    self.lookahead.observe_times(slots, drafted, read, result.seconds, result.draft_seconds)
+                self.lookahead.observe(slots, step[LENGTH] - step[DRAFT], drafted, column)
         return batch, gone, bytes(tokens), _land(self.handle, id, column)
 
     # The life of a sequence

@@ -20,6 +20,15 @@ class Lookahead(Protocol):
         """
         ...
 
+    def rests(self, running: Any, pending: int) -> bool:
+        """Whether nobody is to draft in the next step either, as was chosen last; else it is to be chosen for."""
+        ...
+
+    def rested(self, slots: Any, steady: bool, seconds: float) -> bool:
+        """A step without drafts is done; `steady`: it was decodes alone, and nobody left. Whether it was at rest, so
+        that there is nothing more to observe."""
+        ...
+
     def observe(self, slots: Any, known: Any, drafted: Any, emitted: Any) -> None:
         """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many and
         yielded so many in all."""

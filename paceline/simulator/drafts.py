@@ -32,7 +32,7 @@ from paceline.batching.state import (
 from paceline.compiled import making, part
 from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_KINDS, TAG
 from paceline.latency.step_time import StepTime
-from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe
+from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe, rests
 from paceline.speculation.times import SIZES
 
 LOW_BITS = 0xFFFFFFFF
@@ -61,6 +61,7 @@ class Drafts(NamedTuple):
     kinds: Ints  # [groups, slots]
     unread: Ints  # [groups, slots] tokens that the draft model has not read
     idle: Ints  # [groups] steps in a row in which nobody drafted
+    rest: Ints  # [groups, 2 + slots] steps in which nobody is to draft, of how many sequences, and of which
     thresholds: Floats
     verifying: Floats  # [sequences, tokens] 1 for each size: as profiles say
     drafting: Floats  # likewise, of the first pass and others
@@ -85,6 +86,7 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.zeros(by_slot, np.int64),
         np.zeros(by_slot, np.int64),
         np.zeros(len(drafts), np.int64),
+        np.zeros((len(drafts), 2 + slots * any(some)), np.int64),
         THRESHOLDS,
         np.ones((SIZES, SIZES)),
         np.ones(2),
@@ -115,12 +117,15 @@ def draft(d: Drafts, g: int, s: State) -> None:
     s.factors[SPENT] = 0.0
     if s.now[DRAFTING] > 0 and s.limits[ADAPTIVE] > 0:
         own, budget = d.ends[2 * g], s.limits[TOKEN_BUDGET]
+        running, waits = s.running[: s.now[RUNNING]], pending(s, budget, False)
+        if rests(d.rest[g], running, waits):
+            return
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
         s.factors[SPENT], _, _ = choose(
-            s.numbers, s.drafts, s.running[: s.now[RUNNING]], d.counts[g], d.group[g], d.kinds[g], d.unread[g],
-            pending(s, budget, False), budget, goal_of_step(s), 0.0, 0.0, d.linear[own:middle], d.more[2 * g, 0],
+            s.numbers, s.drafts, running, d.counts[g], d.group[g], d.kinds[g], d.unread[g], waits, budget,
+            goal_of_step(s), 0.0, 0.0, d.linear[own:middle], d.more[2 * g, 0],
             d.more[2 * g, 1], d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying,
-            d.drafting, d.thresholds, s.chosen,
+            d.drafting, d.thresholds, s.chosen, d.rest[g],
         )  # fmt: skip
 
 

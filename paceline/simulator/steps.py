@@ -452,7 +452,7 @@ def _add(w: World, g: int, r: int) -> int:
     slot = add(s, requests.prompts[r], requests.outputs[r], requests.arrivals[r], place, requests.tbt[r], most)
     s.numbers[slot, TAG] = r
     if most > 0:
-        w.drafts.counts[g, slot], w.drafts.unread[g, slot] = 0.0, 0
+        w.drafts.counts[g, slot], w.drafts.unread[g, slot], w.drafts.rest[g, 0] = 0.0, 0, 0
     return slot
 
 

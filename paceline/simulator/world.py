@@ -159,7 +159,7 @@ _KINDS = {
     ),
     "drafts": Pointer(
         Drafts, acceptance=FLOATS, linear=FLOATS, more=FLOATS_2D, counts=array_of(F64, 4), group=array_of(F64, 4),
-        kinds=INTS_2D, unread=INTS_2D, thresholds=FLOATS, verifying=FLOATS_2D, drafting=FLOATS,
+        kinds=INTS_2D, unread=INTS_2D, rest=INTS_2D, thresholds=FLOATS, verifying=FLOATS_2D, drafting=FLOATS,
     ),
     "lenders": Pointer(Lenders, sizes=INTS_2D),
     "there": Pointer(

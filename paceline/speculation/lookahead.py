@@ -19,6 +19,9 @@ catch up first. That is an investment: it counts by the share that this step's t
 full in what a try costs and in the seconds within a goal. Prompts it follows while somebody drafts, and else seldom
 (`follows`). Drafts that are kept whole leave their last token to be read in the next step.
 
+Where nobody drafts, that holds for the next steps of the same sequences, too: the group rests. It is not asked again
+before a try could be paid for, and what such steps were is taken in at once.
+
 A sequence's first draft is one token, those behind it may be longer by four for each token yielded: no long step
 follows a first token, and drafts that are no good show while they are short.
 """
@@ -51,6 +54,7 @@ from paceline.speculation.times import (
     SIZES,
     Times,
     drafting_of,
+    forget_a_step,
     observe_step,
     of_sequences,
     of_tokens,
@@ -71,6 +75,7 @@ TRIES, FIRST, SAVES = np.array([0.002, 0.001]), 5.0, 10.0
 ANSWER = 64  # tokens that a sequence is expected to yield in any case
 KEEPS, IDLE_KEEPS = 0.97, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.999  # of the group's, with every step
+REST = 16  # steps of the same sequences that are not asked for, at most
 # survivals from which on tokens are drafted, to choose from; the first is none at all
 THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
 
@@ -106,12 +111,44 @@ class Lookahead:
         self.kinds = np.zeros(0, np.int64)  # by slot
         self.unread = np.zeros(0, np.int64)  # by slot: known tokens that a draft model has not read
         self.idle = np.zeros(1, np.int64)  # steps in a row in which nobody drafted
+        self.rest = np.zeros(2, np.int64)  # steps in which nobody is to draft, of how many sequences, and their slots
+        self._resting = 0  # such steps that are not done
+        self._rested, self._rested_s = 0, 0.0  # and those that are, of which nothing has been learnt yet; their seconds
         self._chosen = np.zeros(0, np.int64)
 
     def forget(self, slot: int, kind: int = 0) -> None:
         """Another sequence has the slot now, of this kind."""
         self._grow(slot + 1)
+        self._wake()
+        self.rest[0] = 0
         self.counts[slot], self.unread[slot], self.kinds[slot] = 0.0, 0, kind
+
+    def rests(self, running: Ints, pending: int) -> bool:
+        """Whether nobody is to draft in the next step either; else it is to be chosen for."""
+        resting = bool(rests(self.rest, running, pending))
+        self._resting += resting
+        return resting
+
+    def rested(self, slots: Ints, steady: bool, seconds: float) -> bool:
+        """A step without drafts is done; `steady`: it was decodes alone, and nobody left. Whether it was at rest, so
+        that there is nothing more to observe."""
+        if not self._resting:
+            return False
+        self._resting -= 1
+        if not (steady and same(self.rest, slots)):
+            return False
+        self._rested, self._rested_s = self._rested + 1, self._rested_s + seconds
+        return True
+
+    def _wake(self) -> None:
+        """Learns of the steps at rest."""
+        if self._rested:
+            times = self.times
+            wake(
+                self._rested, self._rested_s, self.rest, self.counts, self.group, self.unread, self.idle, self.spare,
+                times.mean, times.covariance,
+            )  # fmt: skip
+            self._rested, self._rested_s = 0, 0.0
 
     def choose(
         self, numbers: Ints, drafts: Ints, running: Ints, pending: int, budget: int, goal: float = math.inf
@@ -123,9 +160,10 @@ class Lookahead:
         drafts, if they can be done in that time without any. For sequences without a draft `numbers` say why.
         """
         self._grow(len(numbers))
+        self._wake()
         seconds = choose_at_pace(
             numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget, goal,
-            self.spare, *self._target, *self._draft, self.times.mean, THRESHOLDS, self._chosen,
+            self.spare, *self._target, *self._draft, self.times.mean, THRESHOLDS, self._chosen, self.rest,
         )  # fmt: skip
         return self._chosen, seconds
 
@@ -133,6 +171,7 @@ class Lookahead:
         """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many and
         yielded so many in all."""
         self._grow(1 + int(slots.max(initial=-1)))
+        self._wake()
         observe(slots, known, drafted, emitted, self.counts, self.group, self.kinds, self.unread, self.idle)
 
     def verification(self, seconds: float, sequences: int, tokens: int) -> float:
@@ -145,6 +184,7 @@ class Lookahead:
             more = max(slots, 2 * now) - now
             self.counts = np.concatenate([self.counts, np.zeros((more, *self.counts.shape[1:]))])
             self._chosen = np.zeros(now + more, np.int64)
+            self.rest = np.append(self.rest, np.zeros(more, np.int64))
             self.unread, self.kinds = (np.append(one, np.zeros(more, np.int64)) for one in (self.unread, self.kinds))
 
     def observe_times(
@@ -156,6 +196,7 @@ class Lookahead:
         (`observe`).
         """
         self._grow(1 + int(slots.max(initial=-1)))
+        self._wake()
         times = self.times
         observe_seconds(
             slots, drafted, read, seconds, draft_seconds, self.unread, *self._target, *self._draft, times.mean,
@@ -220,6 +261,49 @@ def _least_unread(survival, running, unread):  # type: ignore[no-untyped-def]
         if survival[i, 0] > 0 and (survival[only, 0] == 0 or unread[running[i]] < unread[running[only]]):
             only = i
     return only
+
+
+@njit(types.void(_INTS, _I64[:, ::1], _INTS, _F64), cache=True)
+def _lie_down(rest, numbers, running, steps):  # type: ignore[no-untyped-def]
+    """Nobody is asked for so many steps of these sequences, unless their first drafts are still short."""
+    for i in range(running.shape[0]):
+        row = numbers[running[i]]
+        if 4 * (row[KNOWN] - row[ASKED]) - 3 < MAX_DRAFT_TOKENS:
+            return
+        rest[2 + i] = running[i]
+    rest[0], rest[1] = int(min(steps, REST)), running.shape[0]
+
+
+@njit(types.boolean(_INTS, _ROW), cache=True)
+def same(rest, slots):  # type: ignore[no-untyped-def]
+    """Whether these sequences are at rest."""
+    i, count = 0, slots.shape[0]
+    while i < count == rest[1] and rest[2 + i] == slots[i]:
+        i += 1
+    return i == count
+
+
+@njit(types.boolean(_INTS, _ROW, _I64), cache=True)
+def rests(rest, running, pending):  # type: ignore[no-untyped-def]
+    """Whether nobody is to draft in the next step of these sequences, which is one of those at rest then."""
+    if rest[0] <= 0 or pending > 0 or not same(rest, running):
+        return False
+    rest[0] -= 1
+    return True
+
+
+@njit(types.void(_I64, _F64, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _FLOATS, _FLOATS, _TABLE), cache=True)
+def wake(steps, seconds, rest, counts, group, unread, idle, spare, mean, covariance):  # type: ignore[no-untyped-def]
+    """Learns of so many steps at rest, which took so long: each yielded a token for each of the sequences."""
+    group *= GROUP_KEEPS**steps
+    idle[0] += steps
+    for i in range(rest[1]):
+        counts[rest[2 + i]] *= IDLE_KEEPS**steps
+        unread[rest[2 + i]] += steps
+    for i in range(2):
+        spare[i] = max(spare[i], min(spare[i] + TRIES[i] * seconds, SAVES * seconds / steps))
+    for _ in range(steps):
+        forget_a_step(mean, covariance)
 
 
 # what is found of each width (`of_tokens`): tokens a second, seconds, how likely tokens must be to survive and how deep
@@ -318,15 +402,16 @@ def _take(one, survival, running, chosen):  # type: ignore[no-untyped-def]
 @njit(
     types.UniTuple(_F64, 3)(
         _I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _I64, _I64, _F64, _F64, _F64, _FLOATS, _F64, _F64,
-        _FLOATS, _F64, _F64, _TABLE, _FLOATS, _FLOATS, _INTS,
+        _FLOATS, _F64, _F64, _TABLE, _FLOATS, _FLOATS, _INTS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
 def choose(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, for_widths, linear, token,
-    context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen,
+    context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen, rest,
 ):  # fmt: skip
     """Seconds of drafting, and what it costs if this is a try: of drafts or none, and of another width."""
+    rest[0] = 0
     survival, decodes, read = _survivals(numbers, drafts, running, counts, group, kinds)
     # within a goal nobody drafts whose draft model cannot catch up in time
     plain_s, caught_up = _seconds(linear, token, context, decodes, read), 0
@@ -353,6 +438,8 @@ def choose(  # type: ignore[no-untyped-def]
         for i in range(running.shape[0]):
             if survival[i, 0] > 0:
                 numbers[running[i], HELD_BACK] = BY_TIME if plain_s <= goal and decodes < budget else BY_BUDGET
+        if pending == 0 and decodes == running.shape[0]:
+            _lie_down(rest, numbers, running, REST)
         return 0.0, 0.0, 0.0
     # what seems worse is tried where that costs no more than may be spent on it
     if best[RATE] > plain:
@@ -379,6 +466,8 @@ def choose(  # type: ignore[no-untyped-def]
             best = found[found[:, RATE].argmax()]
             cost = _lost(best, plain)
     if best[RATE] == 0 or cost > spare:
+        if pending == 0 and decodes == running.shape[0]:
+            _lie_down(rest, numbers, running, (cost - spare) / (TRIES[0] * plain_s))
         return 0.0, 0.0, 0.0
     _take(best, survival, running, chosen)
     return best[DRAFTING], cost, 0.0
@@ -387,20 +476,20 @@ def choose(  # type: ignore[no-untyped-def]
 @njit(
     _F64(
         _I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _I64, _I64, _F64, _FLOATS, _FLOATS, _F64, _F64,
-        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _INTS,
+        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _INTS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
 def choose_at_pace(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, linear, token, context,
-    draft_linear, draft_token, draft_context, mean, thresholds, chosen,
+    draft_linear, draft_token, draft_context, mean, thresholds, chosen, rest,
 ):  # fmt: skip
     """The same where steps take what is known of this machine: seconds of drafting; a try's are spent."""
     pace = pace_of(mean)
     seconds, of_drafts, of_width = choose(
         numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal / pace, spare[0] / pace,
         spare[1] / pace, linear, token, context, draft_linear, draft_token, draft_context, verifying_of(mean),
-        drafting_of(mean), thresholds, chosen,
+        drafting_of(mean), thresholds, chosen, rest,
     )  # fmt: skip
     spare[0] -= of_drafts * pace
     spare[1] -= of_width * pace

@@ -79,15 +79,21 @@ def of_tokens(count):  # type: ignore[no-untyped-def]
     return of_sequences((count + 1) // 2)
 
 
+@njit(types.void(_FLOATS, _F64[:, ::1]), cache=True)
+def forget_a_step(mean, covariance):  # type: ignore[no-untyped-def]
+    """A step has passed: all may have wandered."""
+    for i in range(ALL):
+        mean[i] *= 1 - FAST[i]
+        for j in range(ALL):
+            covariance[i, j] *= (1 - FAST[i]) * (1 - FAST[j])
+        covariance[i, i] += (2 - FAST[i]) * FAST[i] * FAR[i] ** 2
+
+
 @njit(types.void(_FLOATS, _F64[:, ::1], _FLOATS, _F64, _FLOATS, types.int64), cache=True)
 def learn(mean, covariance, noise, seen, weights, of):  # type: ignore[no-untyped-def]
     """A step took e^`seen` times its profile: so much of the logarithm of each factor, and this noise."""
-    if of == 0:  # a step has passed
-        for i in range(ALL):
-            mean[i] *= 1 - FAST[i]
-            for j in range(ALL):
-                covariance[i, j] *= (1 - FAST[i]) * (1 - FAST[j])
-            covariance[i, i] += (2 - FAST[i]) * FAST[i] * FAR[i] ** 2
+    if of == 0:
+        forget_a_step(mean, covariance)
     shared, variance, surprise = np.zeros(ALL), noise[of], seen
     for i in range(ALL):
         for j in range(ALL):
