@@ -26,9 +26,9 @@ KINDS = {"async": "--async-scheduling", "in turn": "--no-async-scheduling"}
 BLOCKS = 128 * -(-(PROMPT + OUTPUT) // 16) + 1024
 
 
-async def stream(port: int, model: str, prompt: list[int]) -> list[float]:
+async def stream(port: int, model: str, prompt: list[int], temperature: float = 0.0) -> list[float]:
     """When each token of a completion came, in seconds."""
-    asked = {"max_tokens": OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
+    asked = {"max_tokens": OUTPUT, "temperature": temperature, "ignore_eos": True, "stream": True}
     body = json.dumps({"model": model, "prompt": prompt, **asked}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
@@ -43,10 +43,10 @@ async def stream(port: int, model: str, prompt: list[int]) -> list[float]:
     return times
 
 
-async def streams(port: int, model: str, prompts: list[list[int]]) -> dict[str, float]:
+async def streams(port: int, model: str, prompts: list[list[int]], temperature: float = 0.0) -> dict[str, float]:
     """What so many at once get."""
     begin = time.perf_counter()
-    every = await asyncio.gather(*(stream(port, model, prompt) for prompt in prompts))
+    every = await asyncio.gather(*(stream(port, model, prompt, temperature) for prompt in prompts))
     end = max(times[-1] for times in every)
     gaps = sorted(later - earlier for times in every for earlier, later in pairwise(times))
     firsts = [times[0] - begin for times in every]

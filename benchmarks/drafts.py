@@ -4,8 +4,15 @@
 each drafter, temperature and number of drafted tokens, by turns. The trigram table is of the training files.
 `verdict`: the acceptance step alone (log-probabilities of target rows, the rule, last tokens) at a vocabulary of 32,768
 with 16 requests and 4 drafted tokens each, over a step of the target with as many rows.
+`served`: the built-in model behind a server, where as many tokens are drafted as pay, which are few: streams that go on
+from held-out text at temperature 1, over the tokens/s of those without a drafter, by turns.
 """
 
+import asyncio
+import json
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +21,9 @@ from statistics import median
 
 import torch
 
+from benchmarks.async_steps import streams
 from benchmarks.checkpoints import checkpoint
+from benchmarks.http_streams import ready
 from benchmarks.plots import figure
 from paceline.cli.draft_profile import prompts
 from paceline.cli.draft_profile import run as decode
@@ -26,20 +35,62 @@ from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
 from scripts.builtin_models.data import read_corpus
 
-CASES = ["builtin", "verdict"]
+CASES = ["builtin", "verdict", "served"]
+SERVED, STREAMS, TURNS = {"none": "none", "model": "builtin:coder-draft", "n-gram": "ngram"}, (1, 4, 16), 15
 TEMPERATURES, DEPTHS, ROUNDS = (0.0, 0.8, 1.0), (1, 2, 4), 2
 VOCABULARY, REQUESTS, DRAFTED, SCATTER = 32_768, 16, 4, 0.5
 
 
 def run(case: str) -> dict:
-    return {"builtin": builtin, "verdict": verdict}[case]()
+    return {"builtin": builtin, "verdict": verdict, "served": served}[case]()
+
+
+def held_out_tokens(files: list) -> list[int]:
+    text = "\n".join(file.text for file in files if file.held_out)
+    return Tokenizer.load(BUILTIN / "coder").encode(text, add_special_tokens=False)
+
+
+def served() -> dict:
+    tokens, random = held_out_tokens(read_corpus()), Random(3)
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Path(folder) / "fleet.yaml"
+        models = [
+            {"name": name, "source": "builtin:coder", "speculation": {"drafter": drafter, "max_draft_tokens": 8}}
+            for name, drafter in SERVED.items()
+        ]
+        fleet.write_text(json.dumps({"models": models}))
+        command = [sys.executable, "-m", "paceline.cli.main", "serve", str(fleet), "--port", "0", "--memory", "8GiB"]
+        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        try:
+            port, found = ready(server), {}
+            for count in STREAMS:
+                rates: dict[str, list[float]] = {name: [] for name in SERVED}
+                for turn in range(TURNS + 1):  # the first to warm up
+                    for name in list(SERVED)[:: -1 if turn % 2 else 1]:
+                        begins = [random.randrange(len(tokens) - 64) for _ in range(count)]
+                        texts = [tokens[begin : begin + 64] for begin in begins]
+                        rate = asyncio.run(streams(port, name, texts, 1.0))["tokens_s"]
+                        rates[name] += [rate] * (turn > 0)
+                over = {
+                    name: sorted(a / b for a, b in zip(some, rates["none"], strict=True))
+                    for name, some in rates.items() if name != "none"
+                }
+                found[f"{count} streams"] = {"none, tokens/s": round(median(rates["none"]), 1)} | {
+                    f"{name}, over none": {"median": round(median(some), 3), "quartiles": [
+                        round(some[len(some) // 4], 3), round(some[-1 - len(some) // 4], 3)
+                    ]}
+                    for name, some in over.items()
+                }
+                print(f"  {count}: {found[f'{count} streams']}", flush=True)
+        finally:
+            server.send_signal(signal.SIGTERM)
+            server.wait(30)
+    return {"turns": TURNS} | found
 
 
 def builtin() -> dict:
-    files = read_corpus()
-    held_out = "\n".join(file.text for file in files if file.held_out)
-    tokenizer, random = Tokenizer.load(BUILTIN / "coder"), Random(3)
-    tokens = tokenizer.encode(held_out, add_special_tokens=False)
+    files, random = read_corpus(), Random(3)
+    tokens = held_out_tokens(files)
     texts = [text for _ in range(2) for text in prompts(tokens[random.randrange(len(tokens) // 2) :])]
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "training.txt"

@@ -2,8 +2,9 @@
 
 Three things decide (Leviathan et al., 2023; Chen et al., 2023): how often drafted tokens are accepted, place by place;
 what drafting one costs, c, in steps of the target; and how much longer a step of n tokens takes than one of 1, T(n).
-The speed-up of K tokens is then predicted as (1 + survivals of K places) / (K c + T(K + 1) / T(1)), and the best K is
-measured against no drafts, by turns.
+The speed-up of K tokens is then predicted as (1 + survivals of K places) / (K c + T(K + 1) / T(1)), on average over the
+lengths that drafts have (n-grams often have nothing). Some K, among them the best, are measured against no drafts, by
+turns.
 """
 
 import inspect
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from paceline.engine.runner import ModelRunner
 
 DEEPEST = 8  # tokens of a draft
+SWEEP = (1, 2, 4, 8)  # measured once, beside the best
 TEMPERATURES = (0.0, 0.8, 1.0)
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 96, 48
 MODULES = (json.decoder, inspect, tokenize)  # text that every machine has
@@ -45,11 +47,15 @@ class Counts:
     tokens: int
     tried: np.ndarray
     kept: np.ndarray
-    drafted: int
+    lengths: np.ndarray  # decodes by tokens drafted, from none on
 
     @property
     def per_token(self) -> float:
         return self.seconds / self.tokens
+
+    @property
+    def drafted(self) -> int:
+        return int(self.lengths @ np.arange(len(self.lengths)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class DraftResult:
     cost: float  # of a drafted token
     widths: dict[int, float]  # T(n) / T(1)
     predicted: dict[int, float]  # speed-up by K
+    sweep: dict[int, float]  # measured speed-up by K
     measured: float  # at the best K
 
     @property
@@ -95,7 +102,7 @@ def profile_drafts(
             progress=lambda done, total, task=loading: bars.update(task, completed=done, total=total),  # type: ignore[misc]
             **room | limits,
         )
-        measuring = bars.add_task(f"measuring {one.drafter}", total=len(TEMPERATURES) * (2 + 2 * rounds))
+        measuring = bars.add_task(f"measuring {one.drafter}", total=len(TEMPERATURES) * stages(rounds))
         results += measure(runner, one, prompts(tokens), rounds, lambda task=measuring: bars.advance(task))  # type: ignore[misc]
         runner.release()
     return results
@@ -115,7 +122,7 @@ def standard_text() -> str:
 def measure(
     runner: "ModelRunner", draft: Speculation, texts: list[list[int]], rounds: int, progress: Callable[[], None]
 ) -> Iterable[DraftResult]:
-    """What this draft is worth at each temperature; `progress` is called 2 + 2 * rounds times for each."""
+    """What this draft is worth at each temperature; `progress` is called `stages(rounds)` times for each."""
     for temperature in TEMPERATURES:
         seen = run(runner, texts, DEEPEST, temperature)
         progress()
@@ -123,22 +130,38 @@ def measure(
         widths = {n: seconds / steps[1] for n, seconds in steps.items()}
         progress()
         cost = seen.draft_seconds / max(1, seen.drafted) / steps[1]
-        survival = np.cumprod((seen.kept + 0.5) / (seen.tried + 1))
-        predicted = {
-            depth: float(1 + survival[:depth].sum()) / (depth * cost + widths[depth + 1])
-            for depth in range(1, DEEPEST + 1)
-        }
+        predicted = {depth: predict(seen, depth, cost, widths) for depth in range(1, DEEPEST + 1)}
         best = max(predicted, key=lambda depth: predicted[depth])
+        sweep: dict[int, float] = {}
         ratios = []
-        for _ in range(rounds):
-            pair = []
-            for depth in (0, best):
-                pair.append(run(runner, texts, depth, temperature).per_token)
+        for number in range(rounds):
+            depths = (0, best, *SWEEP) if number == 0 else (0, best)
+            took = {}
+            for depth in depths:
+                if depth not in took:
+                    took[depth] = run(runner, texts, depth, temperature).per_token
                 progress()
-            ratios.append(pair[0] / pair[1])
+            ratios.append(took[0] / took[best])
+            sweep |= {depth: took[0] / seconds for depth, seconds in took.items() if depth and depth not in sweep}
+        sweep[best] = median(ratios)
         acceptance = float(seen.kept.sum() / max(1, seen.tried.sum()))
         name = draft.drafter, draft.quantization
-        yield DraftResult(*name, temperature, acceptance, cost, widths, predicted, median(ratios))
+        yield DraftResult(*name, temperature, acceptance, cost, widths, predicted, sweep, sweep[best])
+
+
+def stages(rounds: int) -> int:
+    return 2 + 2 * rounds + len(SWEEP)
+
+
+def predict(seen: Counts, depth: int, cost: float, widths: dict[int, float]) -> float:
+    """The speed-up of at most `depth` drafted tokens, from what was seen with `DEEPEST`."""
+    survival = np.cumprod((seen.kept + 0.5) / (seen.tried + 1))
+    tokens = seconds = 0.0
+    for length, count in enumerate(seen.lengths.tolist()):
+        some = min(length, depth)
+        tokens += count * float(1 + survival[:some].sum())
+        seconds += count * (some * cost + widths[some + 1])
+    return tokens / seconds
 
 
 def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: float) -> Counts:
@@ -147,14 +170,16 @@ def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: 
     from paceline.controller import GroupConfig
     from paceline.runtime.offline import Offline
 
-    totals, tried, kept = np.zeros(4), np.zeros(DEEPEST, np.int64), np.zeros(DEEPEST, np.int64)
+    totals, tried, kept = np.zeros(3), np.zeros(DEEPEST, np.int64), np.zeros(DEEPEST, np.int64)
+    lengths = np.zeros(DEEPEST + 1, np.int64)
 
     def count(batch: Batch, outputs: list[SliceOutput], forward_s: float, sample_s: float) -> None:
         if batch.num_decodes < len(outputs):
             return
         tokens = sum(len(output.tokens) for output in outputs)
-        totals[:] += forward_s + sample_s, runner.draft_s, tokens, sum(output.num_draft for output in outputs)
+        totals[:] += forward_s + sample_s, runner.draft_s, tokens
         for output in outputs:
+            lengths[output.num_draft] += 1
             kept[: output.num_accepted] += 1
             tried[: min(output.num_draft, output.num_accepted + 1)] += 1
 
@@ -169,8 +194,8 @@ def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: 
     offline = Offline(runner, GroupConfig(scheduler=limits))
     offline.on_step = count
     offline.generate(texts, params)
-    seconds, draft_seconds, tokens, drafted = totals.tolist()
-    return Counts(seconds, draft_seconds, int(tokens), tried, kept, int(drafted))
+    seconds, draft_seconds, tokens = totals.tolist()
+    return Counts(seconds, draft_seconds, int(tokens), tried, kept, lengths)
 
 
 def step_seconds(runner: "ModelRunner", widths: Iterable[int], times: int = 5) -> dict[int, float]:
@@ -197,10 +222,11 @@ def step_seconds(runner: "ModelRunner", widths: Iterable[int], times: int = 5) -
 
 def table(results: list[DraftResult]) -> Table:
     out = Table(box=None, pad_edge=False, title="drafts, one request at a time", title_justify="left")
-    for column in ("draft", "temperature", "acceptance", "cost c", "best K", "predicted", "measured"):
-        out.add_column(column, justify="left" if column == "draft" else "right")
+    out.add_column("draft", overflow="fold")
+    for column in ("T", "acceptance", "c", "best K", "T(K+1)", "predicted", "measured"):
+        out.add_column(column, justify="right")
     for one in results:
-        numbers = f"{one.acceptance:.2f}", f"{one.cost:.3f}", str(one.best)
+        numbers = f"{one.acceptance:.2f}", f"{one.cost:.3f}", str(one.best), f"{one.widths[one.best + 1]:.2f}"
         speed_ups = f"{one.predicted[one.best]:.2f}x", f"{one.measured:.2f}x"
         out.add_row(one.label, f"{one.temperature:g}", *numbers, *speed_ups)
     return out
@@ -221,10 +247,11 @@ def advice(results: list[DraftResult]) -> str:
 
 
 def draw(figure: Any, results: list[DraftResult], path: Path, name: str) -> None:
-    """Speed-up over K, predicted, one line a draft and temperature, and the measured point of each."""
+    """Speed-up over K, one line a draft and temperature: predicted, and measured with more rounds for the best."""
     axes = figure.subplots()
     for one in results:
         (line,) = axes.plot(one.predicted.keys(), one.predicted.values(), label=f"{one.label}, T = {one.temperature:g}")
+        axes.plot(one.sweep.keys(), one.sweep.values(), ".", color=line.get_color())
         axes.plot([one.best], [one.measured], "o", color=line.get_color())
     axes.axhline(1.0, color="gray", linewidth=0.8)
     axes.set(xlabel="drafted tokens K", ylabel="speed-up", title=f"{name}: predicted (lines), measured (dots)")

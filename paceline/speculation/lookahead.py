@@ -75,7 +75,7 @@ TRIES, FIRST, SAVES = np.array([0.002, 0.001]), 5.0, 10.0
 ANSWER = 64  # tokens that a sequence is expected to yield in any case
 KEEPS, IDLE_KEEPS = 0.97, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.999  # of the group's, with every step
-REST = 16  # steps of the same sequences that are not asked for, at most
+REST = 8  # steps of the same sequences that are not asked for, at most
 # survivals from which on tokens are drafted, to choose from; the first is none at all
 THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
 

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.batching.budget import GoalBudget
 from paceline.cli import fleet_file, profile_cache
-from paceline.cli.draft_profile import DraftResult, advice
+from paceline.cli.draft_profile import Counts, DraftResult, advice, predict
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.goals import goal_budget
@@ -67,7 +67,7 @@ def test_which_draft_pays(tmp_path):
     ]
     for one in results:
         assert 0 < one["acceptance"] < 1 and one["widths"]["1"] == 1 and len(one["predicted"]) == 8
-        assert one["cost"] > 0 and one["measured"] > 0
+        assert one["cost"] > 0 and one["measured"] > 0 and {"1", "2", "4", "8"} <= set(one["sweep"])
     costs = [
         sum(one["cost"] for one in results if (one["draft"], one["quantization"]) == way) for way in (plain, ngram)
     ]
@@ -83,7 +83,7 @@ def test_the_advice_is_taken_by_a_fleet_file(tmp_path, monkeypatch, draft):
     (tmp_path / "a, b/{draft}").symlink_to(BUILTIN / "coder-draft")
     ways = _ways(draft, "cpu", "none")
     results = [
-        DraftResult(way.drafter, way.quantization, 0.0, 0.8, 0.1, {}, {5 - n: 1.2, 1: 1.1}, 1.3 - n / 10)
+        DraftResult(way.drafter, way.quantization, 0.0, 0.8, 0.1, {}, {5 - n: 1.2, 1: 1.1}, {}, 1.3 - n / 10)
         for n, way in enumerate(ways)
     ]
     speculation = advice(results).split("  speculation: ")[1]
@@ -275,3 +275,13 @@ def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):
 
 def test_quantizations_are_the_engines():
     assert get_args(Quantization) == QUANTIZATIONS
+
+
+def test_what_a_drafter_is_worth_that_often_finds_nothing():
+    """Of ten decodes two had a draft of four tokens, of which all stayed; the others took a plain step."""
+    widths = {n: 1 + 0.1 * (n - 1) for n in range(1, 10)}
+    lengths = np.array([8, 0, 0, 0, 2, 0, 0, 0, 0])
+    many = np.full(8, 10**6)
+    seen = Counts(1.0, 0.0, 1, many, many, lengths)
+    assert predict(seen, 4, 0.0, widths) == pytest.approx((8 + 2 * 5) / (8 + 2 * 1.4), rel=1e-4)
+    assert predict(seen, 1, 0.05, widths) == pytest.approx((8 + 2 * 2) / (8 + 2 * 1.15), rel=1e-4)
