@@ -347,7 +347,7 @@ class Scheduler:
                 if result.seconds and steady:
                     read = sum(batch.starts)
                     self.lookahead.observe_times(slots, drafted, read, result.seconds, result.draft_seconds)
-                self.lookahead.observe(slots, step[LENGTH] - step[DRAFT], drafted, column)
+                self.lookahead.observe(slots, step[LENGTH] - step[DRAFT], drafted, column, step[DRAFT])
         return batch, gone, bytes(tokens), _land(self.handle, id, column)
 
     # The life of a sequence

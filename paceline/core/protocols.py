@@ -29,9 +29,9 @@ class Lookahead(Protocol):
         that there is nothing more to observe."""
         ...
 
-    def observe(self, slots: Any, known: Any, drafted: Any, emitted: Any) -> None:
-        """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many and
-        yielded so many in all."""
+    def observe(self, slots: Any, known: Any, drafted: Any, emitted: Any, asked: Any) -> None:
+        """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many, where
+        so many were asked for, and yielded so many in all."""
         ...
 
     def observe_times(self, slots: Any, drafted: Any, read: int, seconds: float, draft_seconds: float) -> None:

@@ -56,8 +56,8 @@ class Drafts(NamedTuple):
     linear: Floats  # seconds of steps by tokens, of targets and draft models, one behind the other
     ends: Ints  # [2 groups + 1] where those of each end, target and draft model in turn
     more: Floats  # [2 groups, 2]: seconds for a token, and for a token that it reads
-    counts: NDArray[np.float64]  # [groups, slots, 2, MAX_DRAFT_TOKENS]
-    group: NDArray[np.float64]  # [groups, NUM_KINDS, 2, MAX_DRAFT_TOKENS]
+    counts: NDArray[np.float64]  # [groups, slots, 2, MAX_DRAFT_TOKENS + 1]
+    group: NDArray[np.float64]  # [groups, NUM_KINDS, 2, MAX_DRAFT_TOKENS + 1]
     kinds: Ints  # [groups, slots]
     unread: Ints  # [groups, slots] tokens that the draft model has not read
     idle: Ints  # [groups] steps in a row in which nobody drafted
@@ -81,8 +81,8 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
         np.array([seconds for one in costs for seconds in one.linear], np.float64),
         np.cumsum([0, *(len(one.linear) for one in costs)]),
         np.array([(one.token, one.context) for one in costs], np.float64).reshape(-1, 2),
-        np.zeros((*by_slot, 2, MAX_DRAFT_TOKENS)),
-        np.zeros((len(drafts), NUM_KINDS, 2, MAX_DRAFT_TOKENS)),
+        np.zeros((*by_slot, 2, MAX_DRAFT_TOKENS + 1)),
+        np.zeros((len(drafts), NUM_KINDS, 2, MAX_DRAFT_TOKENS + 1)),
         np.zeros(by_slot, np.int64),
         np.zeros(by_slot, np.int64),
         np.zeros(len(drafts), np.int64),
@@ -163,6 +163,7 @@ def judge(d: Drafts, g: int, s: State, at: int) -> None:
             emits[i] = 1 + num_staying(s.numbers[slot, TAG], left, drafted, d.acceptance[g])
     if some:
         observe(
-            step[SLOT, :count], step[LENGTH, :count] - step[DRAFT, :count], step[DRAFT, :count].astype(np.uint8),
-            emits[:count], d.counts[g], d.group[g], d.kinds[g], d.unread[g], d.idle[g : g + 1],
+            step[SLOT, :count], step[LENGTH, :count] - step[DRAFT, :count], step[DRAFT, :count],
+            step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g], d.group[g], d.kinds[g], d.unread[g],
+            d.idle[g : g + 1],
         )  # fmt: skip

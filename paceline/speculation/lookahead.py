@@ -9,7 +9,8 @@ SmartSpec (Liu et al., 2024) has one K for all requests.
 
 Acceptance is learnt per sequence and place in the draft: decaying counts, over those of all sequences of its kind in
 the group (about the same temperature), which decay slower, over what is believed of the place before. What is not tried
-is forgotten, too, and so is tried again now and then. Times come from profiles of both models, and by how much real
+is forgotten, too, and so is tried again now and then. How often a drafter has anything to offer (n-grams often do not)
+is learnt likewise. Times come from profiles of both models, and by how much real
 steps differ from them is learnt as well (`times`): drafting and verifying take more than two models alone (each finds
 the caches full of the other's weights, and there are verdicts to be made), and without that a draft that seems worth it
 makes things slower. It is learnt from steps with drafts next to steps without any. So what seems slower of both is
@@ -106,8 +107,9 @@ class Lookahead:
         self.times = Times()
         self.spare = np.zeros(2)  # seconds that tries may cost: of drafts or none, and of other widths
         self._begun = False
-        self.group = np.zeros((NUM_KINDS, 2, MAX_DRAFT_TOKENS))  # accepted and tried, by place in the draft
-        self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS))  # likewise, by slot
+        # accepted and tried, by place in the draft; in the last place drafts that there were, and that were asked for
+        self.group = np.zeros((NUM_KINDS, 2, MAX_DRAFT_TOKENS + 1))
+        self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS + 1))  # likewise, by slot
         self.kinds = np.zeros(0, np.int64)  # by slot
         self.unread = np.zeros(0, np.int64)  # by slot: known tokens that a draft model has not read
         self.idle = np.zeros(1, np.int64)  # steps in a row in which nobody drafted
@@ -167,12 +169,16 @@ class Lookahead:
         )  # fmt: skip
         return self._chosen, seconds
 
-    def observe(self, slots: Ints, known: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8]) -> None:
+    def observe(
+        self, slots: Ints, known: Ints, drafted: NDArray[np.uint8], emitted: NDArray[np.uint8],
+        asked: Ints | None = None,
+    ) -> None:  # fmt: skip
         """A step is done: each slot (-1: none) had so many known tokens computed (1: a decode), drafted so many and
-        yielded so many in all."""
+        yielded so many in all. `asked`: how many were to be drafted; None: as many as were."""
         self._grow(1 + int(slots.max(initial=-1)))
         self._wake()
-        observe(slots, known, drafted, emitted, self.counts, self.group, self.kinds, self.unread, self.idle)
+        asked = drafted.astype(np.int64) if asked is None else asked
+        observe(slots, known, asked, drafted, emitted, self.counts, self.group, self.kinds, self.unread, self.idle)
 
     def verification(self, seconds: float, sequences: int, tokens: int) -> float:
         """Of a step of so many sequences' tokens with drafts, without drafting: what it should take where the profile
@@ -225,11 +231,11 @@ def _reading(linear, tokens, more):  # type: ignore[no-untyped-def]
     return max(0.0, _seconds(linear, 0.0, 0.0, tokens + more, 0) - _seconds(linear, 0.0, 0.0, tokens, 0))
 
 
-@njit(types.Tuple((_F64[:, ::1], _I64, _I64))(_I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS), cache=True)
+@njit(types.Tuple((_F64[:, ::1], _FLOATS, _I64, _I64))(_I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS), cache=True)
 def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[no-untyped-def]
-    """[running, MAX_DRAFT_TOKENS]: what each place of each draft survives with; decodes that are ready, and what they
-    read."""
-    survival = np.zeros((running.shape[0], MAX_DRAFT_TOKENS))
+    """[running, MAX_DRAFT_TOKENS]: what each place of each draft survives with, if there is a draft; [running]: how
+    likely there is one; decodes that are ready, and what they read."""
+    survival, there = np.zeros((running.shape[0], MAX_DRAFT_TOKENS)), np.zeros(running.shape[0])
     decodes, read = 0, 0
     for i in range(running.shape[0]):
         slot = running[i]
@@ -238,13 +244,15 @@ def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[
             continue
         decodes += 1
         read += row[COMPUTED]
-        alive, believed, kind = 1.0, GUESS, group[kinds[slot]]
+        alive, believed, kind, last = 1.0, GUESS, group[kinds[slot]], MAX_DRAFT_TOKENS
+        odds = (kind[0, last] + GROUP_WEIGHT) / (kind[1, last] + GROUP_WEIGHT)
+        there[i] = (counts[slot, 0, last] + WEIGHT * odds) / (counts[slot, 1, last] + WEIGHT)
         most = min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1, 4 * (row[KNOWN] - row[ASKED]) - 3)
         for j in range(max(0, most)):
             believed = (kind[0, j] + GROUP_WEIGHT * believed) / (kind[1, j] + GROUP_WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
             survival[i, j] = alive
-    return survival, decodes, read
+    return survival, there, decodes, read
 
 
 @njit(_F64(_ROW), cache=True)
@@ -313,14 +321,14 @@ RATE, SECONDS, LEAST, DEPTH, DRAFTING, LATE, FOUND = range(7)
 
 @njit(
     types.UniTuple(_F64, 2)(
-        _F64[:, ::1], _I64, _I64, _I64[:, ::1], _INTS, _INTS, _I64, _I64, _F64, _FLOATS, _F64, _F64, _FLOATS, _F64,
-        _F64, _TABLE, _FLOATS, _FLOATS, _TABLE,
+        _F64[:, ::1], _FLOATS, _I64, _I64, _I64[:, ::1], _INTS, _INTS, _I64, _I64, _F64, _FLOATS, _F64, _F64, _FLOATS,
+        _F64, _F64, _TABLE, _FLOATS, _FLOATS, _TABLE,
     ),
     cache=True,
 )  # fmt: skip
 def _best(  # type: ignore[no-untyped-def]
-    survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context, draft_linear,
-    draft_token, draft_context, verifying, slower, thresholds, found,
+    survival, there, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context,
+    draft_linear, draft_token, draft_context, verifying, slower, thresholds, found,
 ):  # fmt: skip
     """The step without drafts, its tokens a second and its seconds; the best ones with some are `found`."""
     best, threshold, depth = 0.0, 2.0, MAX_DRAFT_TOKENS
@@ -332,9 +340,10 @@ def _best(  # type: ignore[no-untyped-def]
         while trial < (MAX_DRAFT_TOKENS if turn == 1 else thresholds.shape[0]):
             least = threshold if turn == 1 else thresholds[trial]
             width, gained, draft_read, late, owed = decodes, 0.0, 0, 0, 0.0
+            offered, none = 0.0, 1.0  # tokens that there should be drafts of; how likely there is no draft at all
             passes[:] = 0
             for i in range(running.shape[0]):
-                slot, more, last = running[i], 0.0, 0.0
+                slot, more, last, before = running[i], 0.0, 0.0, width
                 for j in range(deepest):
                     if survival[i, j] < least:
                         break
@@ -344,7 +353,9 @@ def _best(  # type: ignore[no-untyped-def]
                     draft_read += numbers[slot, COMPUTED]
                     width += 1
                 if more > 0:
-                    gained += more
+                    gained += there[i] * more
+                    offered += there[i] * (width - before)
+                    none *= 1 - there[i]
                     missed = max(0, unread[slot] - 1)
                     late += missed
                     owed += last + missed * min(1.0, (1 + more) / _to_come(numbers[slot]))
@@ -365,6 +376,11 @@ def _best(  # type: ignore[no-untyped-def]
                 deepest -= 1  # survivals may all be much alike: then no threshold takes only some
                 continue
             chunk = min(pending, max(0, budget - width))
+            if offered < width - decodes:  # not all will have a draft
+                read_again = draft_read * offered / (width - decodes) * AGAIN / 100
+                width = max(decodes + 1, decodes + int(offered + 0.5))
+                slowed = 1 + (1 - none) * (verifying[of_sequences(decodes), of_tokens(width)] - 1)
+                whole = _seconds(linear, token, context, width, read + read_again)
             if chunk > 0:
                 whole += _seconds(linear, 0.0, 0.0, width + chunk, 0) - _seconds(linear, 0.0, 0.0, width, 0)
             whole = seconds + share + whole * slowed
@@ -412,7 +428,7 @@ def choose(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Seconds of drafting, and what it costs if this is a try: of drafts or none, and of another width."""
     rest[0] = 0
-    survival, decodes, read = _survivals(numbers, drafts, running, counts, group, kinds)
+    survival, there, decodes, read = _survivals(numbers, drafts, running, counts, group, kinds)
     # within a goal nobody drafts whose draft model cannot catch up in time
     plain_s, caught_up = _seconds(linear, token, context, decodes, read), 0
     for i in range(running.shape[0]):
@@ -430,8 +446,8 @@ def choose(  # type: ignore[no-untyped-def]
                 caught_up = some
     found = np.zeros((SIZES, FOUND))
     plain, plain_s = _best(
-        survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context, draft_linear,
-        draft_token, draft_context, verifying, slower, thresholds, found,
+        survival, there, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context,
+        draft_linear, draft_token, draft_context, verifying, slower, thresholds, found,
     )  # fmt: skip
     best = found[found[:, RATE].argmax()]
     if best[RATE] == 0:  # not even the first token of one draft is within all limits
@@ -460,8 +476,8 @@ def choose(  # type: ignore[no-untyped-def]
                 if i != only:
                     survival[i] = 0.0
             _best(
-                survival, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context,
-                draft_linear, draft_token, draft_context, verifying, slower, thresholds, found,
+                survival, there, decodes, read, numbers, running, unread, pending, budget, goal, linear, token,
+                context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, found,
             )  # fmt: skip
             best = found[found[:, RATE].argmax()]
             cost = _lost(best, plain)
@@ -549,15 +565,19 @@ def observe_seconds(  # type: ignore[no-untyped-def]
         spare[i] = min(spare[i] + TRIES[i] * seconds, most) if begun else most
 
 
-@njit(types.void(_ROW, _ROW, _BYTES, _BYTES, _COUNTS, _COUNTS, _INTS, _INTS, _ROW), cache=True)
-def observe(slots, known, drafted, emitted, counts, group, kinds, unread, idle):  # type: ignore[no-untyped-def]
+@njit(types.void(_ROW, _ROW, _ROW, _BYTES, _BYTES, _COUNTS, _COUNTS, _INTS, _INTS, _ROW), cache=True)
+def observe(slots, known, asked, drafted, emitted, counts, group, kinds, unread, idle):  # type: ignore[no-untyped-def]
     group *= GROUP_KEEPS
     idle[0] = 0 if drafted.any() else idle[0] + 1
     for i in range(slots.shape[0]):
         slot = slots[i]
         if slot < 0:
             continue
-        counts[slot] *= KEEPS if drafted[i] > 0 else IDLE_KEEPS
+        counts[slot] *= KEEPS if asked[i] > 0 else IDLE_KEEPS
+        if asked[i] > 0:
+            for some in (counts[slot], group[kinds[slot]]):
+                some[0, MAX_DRAFT_TOKENS] += drafted[i] > 0
+                some[1, MAX_DRAFT_TOKENS] += 1
         if drafted[i] > 0:
             unread[slot] = 1 + (emitted[i] > drafted[i])  # where all stayed it has not seen the last of them either
         elif known[i] == 1:

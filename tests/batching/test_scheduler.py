@@ -417,7 +417,7 @@ def test_a_chunk_beside_drafts_is_no_verification():
 def test_drafts_are_as_believed_of_their_requests_kind():
     """Requests of kind 1 have shown that their drafts stay, those of kind 2 that they do not."""
     lookahead = Lookahead(Costs([0.1 + 0.01 * n for n in range(100)]), Costs([0.0] + [0.01] * 100))
-    lookahead.group[1:3, 1], lookahead.group[1, 0] = 100.0, 90.0
+    lookahead.group[1:3, 1, :-1], lookahead.group[1, 0, :-1] = 100.0, 90.0
     controller = Controller([GroupConfig(scheduler=SchedulerConfig(), lookahead=lambda: lookahead)])
     requests = [Request(str(kind), 4, 12, max_draft_tokens=4, kind=kind) for kind in (1, 2)]
     outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: 0)

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.batch import FOLLOWED, FOLLOWED_OF, StepShape
 from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT, SamplingParams
-from paceline.speculation.lookahead import Costs, Lookahead, expected
+from paceline.speculation.lookahead import REST, Costs, Lookahead, expected
 
 FLAT = Costs([1.0] * 600)
 
@@ -36,8 +36,8 @@ def taught(lookahead: Lookahead, *acceptance: float, tries: int = 3000) -> Looka
         decoded(lookahead, slots, drafted, np.array(emitted, np.uint8))
     # what a sequence remembers is short, and a test wants the long run
     for slot, a in zip(slots, acceptance, strict=True):
-        lookahead.counts[slot, 1] = 1000
-        lookahead.counts[slot, 0] = 1000 * a
+        lookahead.counts[slot, 1, :-1] = 1000
+        lookahead.counts[slot, 0, :-1] = 1000 * a
     return lookahead
 
 
@@ -443,3 +443,63 @@ def test_seconds_are_those_of_the_draft_models_passes():
     numbers, drafts, slots = sequences(2, most=3)
     lengths, seconds = lookahead.choose(numbers, drafts, slots, 0, 512)
     assert lengths[:2].tolist() == [3, 3] and seconds == pytest.approx(0.45)
+
+
+@pytest.mark.parametrize(("there", "drafted"), [(1.0, [1, 1, 1, 1]), (0.2, [0, 0, 0, 0])])
+def test_a_drafter_that_seldom_finds_anything_has_to_pay_for_the_others(there: float, drafted: list[int]):
+    """Half of what is found stays. A step with any draft takes a fifth longer: half a token for each of four sequences
+    is worth it, a tenth is not."""
+    lookahead = taught(Lookahead(FLAT, None), *[0.5] * 4)
+    lookahead.times.mean[2] = np.log(1.2)
+    lookahead.counts[:4, :, -1] = 1000 * there, 1000
+    lookahead.spare[:] = 0.0
+    assert chosen(lookahead, 4, most=1) == drafted
+
+
+def test_what_was_asked_for_and_not_found_is_remembered():
+    lookahead, one = Lookahead(FLAT, None), np.ones(1, np.int64)
+    nothing, something = np.zeros(1, np.uint8), np.full(1, 3, np.uint8)
+    for drafted in (nothing, nothing, something, nothing):
+        lookahead.observe(np.zeros(1, np.int64), one, drafted, drafted + 1, 3 * one)
+    assert lookahead.group[0, :, -1] == pytest.approx([1, 4], rel=0.01)
+    lookahead.observe(np.zeros(1, np.int64), one, nothing, nothing + 1, 0 * one)
+    assert lookahead.group[0, :, -1] == pytest.approx([1, 4], rel=0.01), "nothing was asked for"
+
+
+def test_a_group_where_nobody_drafts_rests():
+    lookahead, other = (taught(Lookahead(rising(1.0, 1.0), Costs([0.9] * 600)), 0.1, 0.1) for _ in range(2))
+    numbers, drafts, slots = sequences(2, 8)
+    tokens, none = np.ones(2, np.uint8), np.zeros(2, np.uint8)
+    for one in (lookahead, other):
+        one.spare[:] = 0.0
+        one.observe_times(slots, none, 0, 1.0, 0.0)  # from now on tries are saved for
+        one.spare[:], one.rest[:] = 0.0, 0
+    asked = 0
+    for _ in range(27):
+        if not lookahead.rests(slots, 0):
+            asked += 1
+            assert not lookahead.choose(numbers, drafts, slots, 0, 512)[0].any()
+        if not lookahead.rested(slots, True, 1.0):
+            lookahead.observe_times(slots, none, 0, 1.0, 0.0)
+            decoded(lookahead, slots, none, tokens)
+        other.observe_times(slots, none, 0, 1.0, 0.0)
+        decoded(other, slots, none, tokens)
+    assert asked == 27 // (REST + 1)
+    lookahead.forget(5)
+    other.forget(5)
+    for name in ("counts", "group", "unread", "idle"):
+        assert getattr(lookahead, name) == pytest.approx(getattr(other, name), rel=1e-9), name
+    assert lookahead.spare == pytest.approx(other.spare) and lookahead.spare[0] > 0
+
+
+@pytest.mark.parametrize("what", ["prompt", "newcomer", "leaver", "slot"])
+def test_a_rest_ends_where_anything_changes(what: str):
+    lookahead = taught(Lookahead(rising(1.0, 1.0), Costs([0.9] * 600)), 0.1, 0.1)
+    numbers, drafts, slots = sequences(2, 8)
+    lookahead.spare[:] = 0.0
+    lookahead.choose(numbers, drafts, slots, 0, 512)
+    assert lookahead.rests(slots, 0)
+    if what == "slot":
+        lookahead.forget(1)
+    running = {"newcomer": np.arange(3), "leaver": slots[:1]}.get(what, slots)
+    assert not lookahead.rests(running, 7 * (what == "prompt"))
