@@ -85,7 +85,6 @@ Predict = Callable[[StepShape], float]
 
 
 _compose = entry(I64, STATE)(policies.compose)
-_takes_no_step = entry(BOOL, STATE)(moves.takes_no_step)
 _land = entry(I64, STATE, I64, BYTES)(policies.land)
 _say_why = entry(VOID, STATE)(held_back.say_why)
 _fits = entry(BOOL, STATE, I64, I64)(moves.fits)
@@ -255,15 +254,15 @@ class Scheduler:
 
         `preempted` grows by those who lost their blocks for it.
         """
-        s, spent = self.state, 0.0
+        s, spent, resting = self.state, 0.0, False
         if self.num_sequences:
             forgotten(self.handle, now)
         if self.lookahead and s.now[DRAFTING]:
-            if _takes_no_step(self.handle):
+            if len(self.flying) >= self.pipeline:
                 return None
             budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
             waits = _pending(self.handle, budget, False)
-            if not self.lookahead.rests(order, waits):
+            if not (resting := self.lookahead.rests(order, waits)):
                 goal = _goal_of_step(self.handle)
                 chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
                 s.chosen[order] = chosen[order]  # of other slots it holds what was chosen for those before
@@ -272,12 +271,13 @@ class Scheduler:
         self.note_preempted()
         if not count:
             return None
-        if s.now[DRAFTING]:
-            _say_why(self.handle)
         counts = s.now.tolist()
         number = counts[NEXT_BATCH] - 1
         step = s.steps[number % self.ring, :, :count]
-        slots, drafts = step[SLOT], step[DRAFT].tolist() if counts[DRAFTING] and step[DRAFT].any() else None
+        slots, drafts = step[SLOT], None
+        if counts[DRAFTING]:
+            _say_why(self.handle)
+            drafts = step[DRAFT].tolist() if not resting and step[DRAFT].any() else None
         shape, decodes = StepShape(*s.shape.tolist()), counts[DECODES]
         batch = Batch(
             number,

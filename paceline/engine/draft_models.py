@@ -105,6 +105,8 @@ class DraftModel(TokenByToken):
         """Blocks new to the sequence: behind `start` they will be written to; before it they were found in the cache,
         where the draft model may have followed whoever filled them, or not."""
         work, sequence = job.work, job.sequence
+        if not work.blocks:
+            return
         found = work.start // self.block_size if work.first_block == 0 else 0
         self.filled[work.blocks[found:]] = False
         if work.first_block == 0:

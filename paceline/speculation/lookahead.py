@@ -114,6 +114,7 @@ class Lookahead:
         self.unread = np.zeros(0, np.int64)  # by slot: known tokens that a draft model has not read
         self.idle = np.zeros(1, np.int64)  # steps in a row in which nobody drafted
         self.rest = np.zeros(2, np.int64)  # steps in which nobody is to draft, of how many sequences, and their slots
+        self._left, self._at_rest = 0, b""  # the same
         self._resting = 0  # such steps that are not done
         self._rested, self._rested_s = 0, 0.0  # and those that are, of which nothing has been learnt yet; their seconds
         self._chosen = np.zeros(0, np.int64)
@@ -122,14 +123,15 @@ class Lookahead:
         """Another sequence has the slot now, of this kind."""
         self._grow(slot + 1)
         self._wake()
-        self.rest[0] = 0
+        self._left = 0
         self.counts[slot], self.unread[slot], self.kinds[slot] = 0.0, 0, kind
 
     def rests(self, running: Ints, pending: int) -> bool:
         """Whether nobody is to draft in the next step either; else it is to be chosen for."""
-        resting = bool(rests(self.rest, running, pending))
-        self._resting += resting
-        return resting
+        if not self._left or pending or running.tobytes() != self._at_rest:
+            return False
+        self._left, self._resting = self._left - 1, self._resting + 1
+        return True
 
     def rested(self, slots: Ints, steady: bool, seconds: float) -> bool:
         """A step without drafts is done; `steady`: it was decodes alone, and nobody left. Whether it was at rest, so
@@ -137,7 +139,7 @@ class Lookahead:
         if not self._resting:
             return False
         self._resting -= 1
-        if not (steady and same(self.rest, slots)):
+        if not steady or slots.tobytes() != self._at_rest:
             return False
         self._rested, self._rested_s = self._rested + 1, self._rested_s + seconds
         return True
@@ -167,6 +169,7 @@ class Lookahead:
             numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget, goal,
             self.spare, *self._target, *self._draft, self.times.mean, THRESHOLDS, self._chosen, self.rest,
         )  # fmt: skip
+        self._left, self._at_rest = int(self.rest[0]), running.tobytes()
         return self._chosen, seconds
 
     def observe(
@@ -282,19 +285,13 @@ def _lie_down(rest, numbers, running, steps):  # type: ignore[no-untyped-def]
     rest[0], rest[1] = int(min(steps, REST)), running.shape[0]
 
 
-@njit(types.boolean(_INTS, _ROW), cache=True)
-def same(rest, slots):  # type: ignore[no-untyped-def]
-    """Whether these sequences are at rest."""
-    i, count = 0, slots.shape[0]
-    while i < count == rest[1] and rest[2 + i] == slots[i]:
-        i += 1
-    return i == count
-
-
-@njit(types.boolean(_INTS, _ROW, _I64), cache=True)
+@njit(types.boolean(_INTS, _INTS, _I64), cache=True)
 def rests(rest, running, pending):  # type: ignore[no-untyped-def]
-    """Whether nobody is to draft in the next step of these sequences, which is one of those at rest then."""
-    if rest[0] <= 0 or pending > 0 or not same(rest, running):
+    """As `Lookahead.rests`."""
+    i, count = 0, running.shape[0]
+    while i < count == rest[1] and rest[2 + i] == running[i]:
+        i += 1
+    if rest[0] <= 0 or pending > 0 or i < count:
         return False
     rest[0] -= 1
     return True
