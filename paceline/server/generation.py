@@ -92,7 +92,7 @@ class Choice:
         self._owner = owner
         self._detokenizer = Detokenizer(job.tokenizer, prompt.tokens, options.skip_special_tokens)
         self._stops = StopStrings(options.stops, include=True) if options.stops else None
-        self._one_by_one = self._stops is not None or job.params.logprobs is not None or job.smooth
+        self._one_by_one = self._stops is not None or job.params.logprobs is not None
         self._ready = False  # the writer has been told
         self._end: str | None = None  # finish reason that is still to be sent
         self._playout = Playout() if job.smooth else None
@@ -128,7 +128,7 @@ class Choice:
             self._begin()
         if self._job.options.discard:
             self._cut, finish = True, finish or "length"
-        elif self._one_by_one:
+        elif self._one_by_one or (self._playout and len(tokens) > 1):
             finish = self._take_each(output, finish)
         else:
             self.completion_tokens += len(tokens)
@@ -148,7 +148,9 @@ class Choice:
 
     @property
     def _smooth(self) -> Playout | None:
-        """While there is more to come."""
+        """While there is more to come, and steps are so long that it matters."""
+        if self._playout is None or not self._playout.spreads:
+            return None
         return None if self.finish_reason or self._owner.failed else self._playout
 
     def announce(self) -> None:

@@ -32,13 +32,19 @@ class Playout:
             average = before + FOLLOWS * (min(took, LONGEST * before) - before)
             self._step_s = min(average, LONGEST * took)
         self._came, self._turn = now, 0
-        some = (held + 1) / 2
-        self._first = math.ceil(some / 2)
-        self._second = max(0, round(some) - self._first)
+        if self.spreads:
+            some = (held + 1) / 2
+            self._first = math.ceil(some / 2)
+            self._second = max(0, round(some) - self._first)
+
+    @property
+    def spreads(self) -> bool:
+        """Whether anything is held; else all goes as it comes."""
+        return self._step_s > LEAST_S
 
     def due(self, held: int) -> tuple[float, int]:
         """When some of those that are held may go next, and how many then."""
-        if self._step_s <= LEAST_S:
+        if not self.spreads:
             return self._came, held
         parts = (self._first, self._second, 1)[min(self._turn, 2)]
         return self._came + self._turn * max(self._step_s / 2, LEAST_S), min(held, parts)
