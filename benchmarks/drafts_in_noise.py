@@ -62,7 +62,8 @@ def tokens_per_s(
     for step in range(steps):
         room = numbers[:, LIMIT] - numbers[:, KNOWN] - 1
         lengths = np.minimum(room, most or 0).astype(np.uint8)
-        if most is None and lookahead.rests(slots, 0):
+        resting = most is None and lookahead.rests(slots, 0)
+        if resting:
             lengths[:] = 0
         elif most is None:
             lengths = lookahead.choose(numbers, slots * 0 + MOST, slots, 0, BUDGET)[0][:at_a_time].astype(np.uint8)
@@ -79,6 +80,7 @@ def tokens_per_s(
         pace += -pace / LASTS + DRIFT * math.sqrt(2 / LASTS) * rng.normal()
         late_by = np.where(rng.random(2) < LATE, rng.uniform(1, UP_TO, 2), 1)
         noise = late_by * np.exp(pace + SCATTER * rng.normal(size=2))
+        lookahead.composed(resting)
         took = noise[0] * drafting + noise[1] * whole
         if lengths.any() or not lookahead.rested(slots, True, took):
             lookahead.observe_times(slots, lengths, read, took, noise[0] * drafting)

@@ -50,6 +50,7 @@ from paceline.batching.state import (
     PREEMPTED,
     PROMPTS,
     RESERVES,
+    RESTING,
     RUNNING,
     SLICES,
     SLOT,
@@ -101,8 +102,8 @@ def ring(s: State) -> int:
 def takes_no_step(s: State) -> bool:
     """Whether the group's workers take no step now.
 
-    One is composed ahead only where it needs no token of those in flight but their number: without drafts, and where
-    nobody could have to be preempted for it.
+    One is composed ahead only where it needs no token of those in flight but their number: where nobody drafts, or the
+    group rests (`Lookahead.rests`), and where nobody could have to be preempted for it.
     """
     now = s.now
     if now[FLYING] < s.limits[PIPELINE]:
@@ -110,7 +111,7 @@ def takes_no_step(s: State) -> bool:
     if now[FLYING] >= ring(s):
         return True
     left = max(s.clocks[0] - s.factors[BEGIN], s.factors[TOOK])
-    return now[DRAFTING] > 0 or num_free(s) < now[RUNNING] or left > SHORT_S
+    return (now[DRAFTING] > 0 and now[RESTING] == 0) or num_free(s) < now[RUNNING] or left > SHORT_S
 
 
 @part

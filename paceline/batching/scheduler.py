@@ -60,6 +60,7 @@ from paceline.batching.state import (
     POLICY,
     PROMPTS,
     RESERVES,
+    RESTING,
     RUNNING,
     SLOT,
     SPENT,
@@ -258,19 +259,23 @@ class Scheduler:
         if self.num_sequences:
             forgotten(self.handle, now)
         if self.lookahead and s.now[DRAFTING]:
-            if len(self.flying) >= self.pipeline:
+            if len(self.flying) >= self.ring:
                 return None
             budget, order = self.config.token_budget, s.running[: s.now[RUNNING]]
             waits = _pending(self.handle, budget, False)
             if not (resting := self.lookahead.rests(order, waits)):
+                if len(self.flying) >= self.pipeline:
+                    return None  # whoever may draft has to be known
                 goal = _goal_of_step(self.handle)
                 chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
                 s.chosen[order] = chosen[order]  # of other slots it holds what was chosen for those before
-        s.factors[SPENT], s.factors[BEGIN] = spent, now
+        s.factors[SPENT], s.factors[BEGIN], s.now[RESTING] = spent, now, resting
         count = _compose(self.handle)
         self.note_preempted()
         if not count:
             return None
+        if self.lookahead:
+            self.lookahead.composed(resting)
         counts = s.now.tolist()
         number = counts[NEXT_BATCH] - 1
         step = s.steps[number % self.ring, :, :count]

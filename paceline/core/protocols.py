@@ -24,6 +24,10 @@ class Lookahead(Protocol):
         """Whether nobody is to draft in the next step either, as was chosen last; else it is to be chosen for."""
         ...
 
+    def composed(self, resting: bool) -> None:
+        """A step is under way; `resting`: it was not chosen for."""
+        ...
+
     def rested(self, slots: Any, steady: bool, seconds: float) -> bool:
         """A step without drafts is done; `steady`: it was decodes alone, and nobody left. Whether it was at rest, so
         that there is nothing more to observe."""

@@ -247,6 +247,8 @@ def _compose(w: World, lane: int, now: float) -> bool:
             draft(w.drafts, g, s)
         s.factors[BEGIN] = now
         if w.there.up[g] and compose(s) > 0:
+            if w.drafts.most[g] > 0:
+                w.drafts.rest[g, 0] = max(0, w.drafts.rest[g, 0] - 1)
             _take_off(w, lane, g, now)
             return True
         scratch.tried[g] = True

@@ -128,10 +128,11 @@ class Lookahead:
 
     def rests(self, running: Ints, pending: int) -> bool:
         """Whether nobody is to draft in the next step either; else it is to be chosen for."""
-        if not self._left or pending or running.tobytes() != self._at_rest:
-            return False
-        self._left, self._resting = self._left - 1, self._resting + 1
-        return True
+        return self._left > 0 and pending == 0 and running.tobytes() == self._at_rest
+
+    def composed(self, resting: bool) -> None:
+        """A step is under way; `resting`: it was not chosen for."""
+        self._left, self._resting = max(0, self._left - 1), self._resting + resting
 
     def rested(self, slots: Ints, steady: bool, seconds: float) -> bool:
         """A step without drafts is done; `steady`: it was decodes alone, and nobody left. Whether it was at rest, so
@@ -276,13 +277,13 @@ def _least_unread(survival, running, unread):  # type: ignore[no-untyped-def]
 
 @njit(types.void(_INTS, _I64[:, ::1], _INTS, _F64), cache=True)
 def _lie_down(rest, numbers, running, steps):  # type: ignore[no-untyped-def]
-    """Nobody is asked for so many steps of these sequences, unless their first drafts are still short."""
+    """Nobody is asked for so many steps of these sequences behind this one, unless first drafts are still short."""
     for i in range(running.shape[0]):
         row = numbers[running[i]]
         if 4 * (row[KNOWN] - row[ASKED]) - 3 < MAX_DRAFT_TOKENS:
             return
         rest[2 + i] = running[i]
-    rest[0], rest[1] = int(min(steps, REST)), running.shape[0]
+    rest[0], rest[1] = 1 + int(min(steps, REST)), running.shape[0]
 
 
 @njit(types.boolean(_INTS, _INTS, _I64), cache=True)
@@ -291,10 +292,7 @@ def rests(rest, running, pending):  # type: ignore[no-untyped-def]
     i, count = 0, running.shape[0]
     while i < count == rest[1] and rest[2 + i] == running[i]:
         i += 1
-    if rest[0] <= 0 or pending > 0 or i < count:
-        return False
-    rest[0] -= 1
-    return True
+    return rest[0] > 0 and pending == 0 and i == count
 
 
 @njit(types.void(_I64, _F64, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _FLOATS, _FLOATS, _TABLE), cache=True)
@@ -374,10 +372,12 @@ def _best(  # type: ignore[no-untyped-def]
                 continue
             chunk = min(pending, max(0, budget - width))
             if offered < width - decodes:  # not all will have a draft
-                read_again = draft_read * offered / (width - decodes) * AGAIN / 100
-                width = max(decodes + 1, decodes + int(offered + 0.5))
-                slowed = 1 + (1 - none) * (verifying[of_sequences(decodes), of_tokens(width)] - 1)
-                whole = _seconds(linear, token, context, width, read + read_again)
+                again = draft_read * AGAIN / 100 / (width - decodes)
+                width = decodes + max(1, int(offered / (1 - none) + 0.5))
+                slowed = verifying[of_sequences(decodes), of_tokens(width)]
+                whole = slowed * _seconds(linear, token, context, width, read + again * (width - decodes))
+                whole = (1 - none) * whole + none * _seconds(linear, token, context, decodes, read)
+                slowed = 1.0
             if chunk > 0:
                 whole += _seconds(linear, 0.0, 0.0, width + chunk, 0) - _seconds(linear, 0.0, 0.0, width, 0)
             whole = seconds + share + whole * slowed

@@ -17,7 +17,7 @@ from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Advance, Back, Cancel, Complete, Event, Lost, Submit
 from paceline.core.request import SLO, Request, Sequence
 from paceline.simulator.driver import FixedOutputs, simulate
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.lookahead import REST, Costs, Lookahead
 from paceline.speculation.times import SIZES, of_tokens
 
 TAKE_ALL_DECODES = {"orca", "sarathi_2023", "sarathi_2023_tile_aligned", "sarathi_serve", "paceline"}
@@ -237,6 +237,24 @@ def test_what_is_composed_ahead_depends_on_no_token_and_delays_nobody_for_long(o
     controller = Controller([GroupConfig(**options, ahead=1)])
     _, batches = controller.turn([Submit(Request("a", 5, 3, max_draft_tokens=draft))], 0.0)
     assert len(batches) == 1 + ahead
+
+
+def test_a_group_at_rest_goes_ahead_and_asks_first_when_it_is_over():
+    lookahead = Lookahead(Costs([0.001 * abs(3 * n - 2) for n in range(600)]), None)  # a token more is three steps
+    limits = SchedulerConfig(token_budget=64)
+    controller = Controller([GroupConfig(scheduler=limits, lookahead=lambda: lookahead, ahead=1)])
+    _, batches = controller.turn([Submit(Request("a", 8, 200, max_draft_tokens=4))], 0.0)
+    flying, most = batches, []
+    for now in range(1, 100):
+        done = flying.pop(0)
+        result = StepResult(bytearray([1]), seconds=0.001, drafted=bytes(done.drafts or [0]))
+        _, batches = controller.turn([Complete(0, done.id, result)], float(now))
+        assert all(batch.drafts is None or len(flying) == 0 for batch in batches), "whoever drafts has to be known"
+        flying += batches
+        most.append(len(flying))
+    assert set(most) == {1, 2} and most.count(2) > 60
+    assert lookahead.rest[0] <= REST + 1 and lookahead._resting <= 2
+    controller.groups[0].scheduler.check()
 
 
 @pytest.mark.parametrize(("seconds", "ahead"), [(0.03, 0), (0.01, 1)], ids=["long", "short"])

@@ -37,6 +37,7 @@ from paceline.engine.gpu_plan import Reads
 from paceline.engine.graphs import Graphs
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline, Output
+from paceline.speculation.lookahead import Costs, Lookahead
 from tests.engine import checkpoints
 from tests.engine.schedules import forced
 from tests.engine.test_model import Paged, load, prompt, reads_some
@@ -359,11 +360,13 @@ def test_a_runner_yields_the_tokens_of_a_cpu(drafter: str, draft: int, device: s
     assert generate(device, drafter, draft) == on_cpu
 
 
-def ahead(device: str, dtype: str, steps: int, blocks: int = 100) -> tuple[list[Output], list[int]]:
+def ahead(
+    device: str, dtype: str, steps: int, blocks: int = 100, drafts: int = 0
+) -> tuple[list[Output], list[int]]:
     """What requests of many kinds get with steps composed so far ahead, the simple ones first, and for each step that
     began before the last one's tokens were known its slices."""
     runner = ModelRunner.load(
-        BUILTIN / "coder", max_batch_tokens=64, max_batch=8, num_blocks=blocks, device=device, dtype=dtype
+        BUILTIN / "coder", max_batch_tokens=64, max_batch=8, num_blocks=blocks, device=device, dtype=dtype,
     )
     begin, early = runner.begin, list[int]()
 
@@ -384,20 +387,22 @@ def ahead(device: str, dtype: str, steps: int, blocks: int = 100) -> tuple[list[
         replace(greedy, logprobs=2), replace(greedy, prompt_logprobs=1), replace(greedy, min_tokens=9),
         replace(greedy, logit_bias=((11, 4.0),)),
     ]  # fmt: skip
-    outputs = []
+    params = [replace(one, max_draft_tokens=drafts) for one in params]
+    lookahead = (lambda: Lookahead(Costs([1.0 + n for n in range(600)]), None)) if drafts else None  # seldom worth it
+    config, outputs = GroupConfig(scheduler=limits, ahead=steps, lookahead=lookahead), []
     for some in (params[:7], params, *([greedy, one] for one in params[7:])):
         prompts = [tokens[: 9 + 11 * n] for n in range(len(some))]
-        outputs += Offline(runner, GroupConfig(scheduler=limits, ahead=steps)).generate(prompts, some)
+        outputs += Offline(runner, config).generate(prompts, some)
     return outputs, early
 
 
-@pytest.mark.parametrize("blocks", [100, 22], ids=["", "few_blocks"])
+@pytest.mark.parametrize(("blocks", "drafts"), [(100, 0), (22, 0), (100, 4)], ids=["", "few_blocks", "at_rest"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_ahead_of_their_last_tokens_yield_the_same(device: str, blocks: int, monkeypatch) -> None:
+def test_steps_ahead_of_their_last_tokens_yield_the_same(device: str, blocks: int, drafts: int, monkeypatch) -> None:
     monkeypatch.setattr("paceline.engine.runner.LOGIT_ROWS", 4)  # a step's logits come in parts
     want, none = ahead("cpu", "float32", 0)
-    got, early = ahead(device, "float32", 1, blocks)
-    assert not none and sum(early) > 50 and max(early) > 3
+    got, early = ahead(device, "float32", 1, blocks, drafts)
+    assert not none and (sum(early) > 50 and max(early) > 3 if not drafts else sum(early) > 20)
     for mine, theirs in zip(got, want, strict=True):
         assert (mine.tokens, mine.finish, mine.error) == (theirs.tokens, theirs.finish, "")
         assert [entry.token for entry in mine.logprobs] == [entry.token for entry in theirs.logprobs]

@@ -477,9 +477,10 @@ def test_a_group_where_nobody_drafts_rests():
         one.forget(7)  # whatever it was asked before
     asked = 0
     for _ in range(27):
-        if not lookahead.rests(slots, 0):
+        if not (resting := lookahead.rests(slots, 0)):
             asked += 1
             assert not lookahead.choose(numbers, drafts, slots, 0, 512)[0].any()
+        lookahead.composed(resting)
         if not lookahead.rested(slots, True, 1.0):
             lookahead.observe_times(slots, none, 0, 1.0, 0.0)
             decoded(lookahead, slots, none, tokens)
