@@ -52,6 +52,7 @@ async def streams(port: int, model: str, prompts: list[list[int]], temperature: 
     firsts = [times[0] - begin for times in every]
     return {
         "tokens_s": len(prompts) * OUTPUT / (end - begin),
+        "sum_of_tokens_s": sum(OUTPUT / (times[-1] - begin) for times in every),  # the last one's end does not decide
         "decoding_tokens_s": sum(len(times) - 1 for times in every) / (end - median(times[0] for times in every)),
         "p50_tbt_ms": 1e3 * median(gaps),
         "p99_tbt_ms": 1e3 * gaps[int(0.99 * len(gaps))],

@@ -5,7 +5,7 @@ each drafter, temperature and number of drafted tokens, by turns. The trigram ta
 `verdict`: the acceptance step alone (log-probabilities of target rows, the rule, last tokens) at a vocabulary of 32,768
 with 16 requests and 4 drafted tokens each, over a step of the target with as many rows.
 `served`: the built-in model behind a server, where as many tokens are drafted as pay, which are few: streams that go on
-from held-out text at temperature 1, over the tokens/s of those without a drafter, by turns.
+from held-out text at temperature 1, the sum of their tokens/s over that of those without a drafter, by turns.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ def served() -> dict:
                     for name in list(SERVED)[:: -1 if turn % 2 else 1]:
                         begins = [random.randrange(len(tokens) - 64) for _ in range(count)]
                         texts = [tokens[begin : begin + 64] for begin in begins]
-                        rate = asyncio.run(streams(port, name, texts, 1.0))["tokens_s"]
+                        rate = asyncio.run(streams(port, name, texts, 1.0))["sum_of_tokens_s"]
                         rates[name] += [rate] * (turn > 0)
                 over = {
                     name: sorted(a / b for a, b in zip(some, rates["none"], strict=True))

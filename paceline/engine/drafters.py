@@ -155,9 +155,10 @@ class TokenByToken:
         """Tokens that may be drafted next, without the last one of a draft: nothing needs what follows that."""
         done = len(job.draft)
         most = min(most, job.work.num_draft - done - 1, self.model.max_context - job.end - done)
-        if self.guess is None or most < 1 or job.sequence.params.json_schema:  # a grammar may forbid what is guessed
-            return []
-        known = np.frombuffer(job.sequence.tokens, np.int64)
+        sequence = job.sequence
+        if self.guess is None or most < 1 or not sequence.state.greedy or sequence.params.json_schema:
+            return []  # drawn at random it is seldom right; a grammar may forbid it
+        known = np.frombuffer(sequence.tokens, np.int64)
         return self.guess(np.concatenate([known, job.draft]) if done else known, most)
 
     def _goes_on(self, job: Job) -> bool:

@@ -270,14 +270,16 @@ def test_guesses_save_passes_and_change_no_draft(prompts, name, seeded, monkeypa
     assert passes["n-grams"] <= passes["none"] == passes["wrong"]
 
 
-def test_a_model_that_guesses_for_itself_drafts_in_one_pass(prompts, alone):
+def test_a_model_that_guesses_for_itself_drafts_in_one_pass(prompts):
     """The second level is always right, so all that it guessed is kept, and followed."""
+    sure = [replace(one, temperature=0.0) for one in params(max_draft_tokens=5)]
+    alone = generate(load("ngram"), prompts, [replace(one, max_draft_tokens=0) for one in sure])
     runner = load(str(CODER))
     greedy = {tuple(p + a)[: len(p) + n]: a[n:] for p, a in zip(prompts, alone, strict=True) for n in range(OUTPUT)}
     runner.drafter.guess = lambda tokens, most: greedy.get(tuple(tokens.tolist()), [])[:most]
     widths, forward = [], runner.drafter.model.forward
     runner.drafter.model.forward = lambda parts: (widths.append(sum(p.length for p in parts)), forward(parts))[1]
-    got = generate(runner, prompts, params(max_draft_tokens=5))
+    got = generate(runner, prompts, sure)
     assert got == alone and got.accepted == got.drafted > 100
     steps = OUTPUT // 6 + 8  # and the prompts'
     assert len(widths) <= 2 * steps  # a pass guesses all but the last token, so none follows it
