@@ -166,6 +166,7 @@ class Lookahead:
         """
         self._grow(len(numbers))
         self._wake()
+        self._resting = 0  # such steps are done, or whoever decoded in them has left
         seconds = choose_at_pace(
             numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget, goal,
             self.spare, *self._target, *self._draft, self.times.mean, THRESHOLDS, self._chosen, self.rest,

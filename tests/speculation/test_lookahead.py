@@ -505,3 +505,17 @@ def test_a_rest_ends_where_anything_changes(what: str):
         lookahead.forget(1)
     running = {"newcomer": np.arange(3), "leaver": slots[:1]}.get(what, slots)
     assert not lookahead.rests(running, 7 * (what == "prompt"))
+
+
+def test_a_step_that_was_chosen_for_is_observed_whatever_became_of_those_at_rest():
+    """Their sequence left meanwhile, and so nobody said that they are done."""
+    lookahead = taught(Lookahead(rising(1.0, 1.0), Costs([0.9] * 600)), 0.1)
+    numbers, drafts, slots = sequences(1, 8)
+    lookahead.spare[:] = 0.0
+    lookahead.choose(numbers, drafts, slots, 0, 512)
+    lookahead.composed(False)
+    assert lookahead.rests(slots, 0)
+    lookahead.composed(True)
+    lookahead.choose(numbers, drafts, slots, 0, 512)
+    lookahead.composed(False)
+    assert not lookahead.rested(slots, True, 1.0)
