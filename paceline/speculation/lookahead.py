@@ -114,7 +114,7 @@ class Lookahead:
         self.unread = np.zeros(0, np.int64)  # by slot: known tokens that a draft model has not read
         self.idle = np.zeros(1, np.int64)  # steps in a row in which nobody drafted
         self.rest = np.zeros(2, np.int64)  # steps in which nobody is to draft, of how many sequences, and their slots
-        self._left, self._at_rest = 0, b""  # the same
+        self._left, self._at_rest = 0, b""  # the same, for which no compiled code has to be fetched
         self._resting = 0  # such steps that are not done
         self._rested, self._rested_s = 0, 0.0  # and those that are, of which nothing has been learnt yet; their seconds
         self._chosen = np.zeros(0, np.int64)

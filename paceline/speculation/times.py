@@ -37,13 +37,8 @@ class Times:
         return float(pace_of(self.mean))
 
     @property
-    def drafting(self) -> Floats:
-        """Of drafting, relative to that: its first pass and the others."""
-        return drafting_of(self.mean)  # type: ignore[no-any-return]
-
-    @property
     def verifying(self) -> Floats:
-        """Likewise of the target in steps with drafts, by sequences and tokens (`of_sequences`, `of_tokens`)."""
+        """Relative to it, of the target in steps with drafts, by sequences and tokens (`of_sequences`, `of_tokens`)."""
         return verifying_of(self.mean)  # type: ignore[no-any-return]
 
 
@@ -54,6 +49,7 @@ def pace_of(mean):  # type: ignore[no-untyped-def]
 
 @njit(_FLOATS(_FLOATS), cache=True)
 def drafting_of(mean):  # type: ignore[no-untyped-def]
+    """Of drafting, relative to the pace: its first pass and the others."""
     return np.exp(mean[1] + np.array([mean[-1], 0.0]))
 
 

@@ -270,6 +270,16 @@ def test_guesses_save_passes_and_change_no_draft(prompts, name, seeded, monkeypa
     assert passes["n-grams"] <= passes["none"] == passes["wrong"]
 
 
+def test_only_what_greedy_requests_draft_is_guessed(prompts, monkeypatch):
+    runner, asked = load(str(BUILTIN / "coder-draft")), []
+    runner.drafter.guess = lambda tokens, most: asked.append(most) or []
+    warm, greedy = params(max_draft_tokens=4)[:2]
+    for one in (warm, greedy):
+        assert not asked
+        generate(runner, prompts[:1], [one])
+    assert asked
+
+
 def test_a_model_that_guesses_for_itself_drafts_in_one_pass(prompts):
     """The second level is always right, so all that it guessed is kept, and followed."""
     sure = [replace(one, temperature=0.0) for one in params(max_draft_tokens=5)]

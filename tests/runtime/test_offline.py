@@ -13,9 +13,9 @@ from tests.runtime.test_fleet import expected
 from tests.runtime.toy_worker import POISON, ToyEngine
 
 
-def offline(budget: int = 16, num_blocks: int = 24, policy: str = "paceline") -> Offline:
+def offline(budget: int = 16, num_blocks: int = 24, policy: str = "paceline", ahead: int = 0) -> Offline:
     limits = SchedulerConfig(token_budget=budget, block_size=4, num_blocks=num_blocks)
-    return Offline(ToyEngine(num_blocks), GroupConfig(scheduler=limits, policy=policy))
+    return Offline(ToyEngine(num_blocks), GroupConfig(scheduler=limits, policy=policy, ahead=ahead))
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -61,6 +61,18 @@ def test_jobs_take_turns_step_by_step_and_who_stops_leaves_nothing_in_the_engine
     assert [len(list(whole)), jobs[0].engine.tokens, jobs[1].engine.tokens] == [3, {}, {}]
     assert [o.tokens for o in outputs[0]] == [expected(p, 6) for p in prompts]
     assert [o.tokens for o in outputs[1]] == [expected(p, 6)[:3] for p in prompts]
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_who_stops_between_steps_composed_ahead_leaves_nothing_either(steps):
+    job = offline(ahead=1)
+    outputs = [Output(), Output()]
+    params = [SamplingParams(max_tokens=count) for count in (3, 30)]
+    flow = job.steps([[1, 2], [3, 4]], params, outputs, [0.0, 0.0])
+    for _ in range(steps):
+        next(flow)
+    flow.close()
+    assert not job.engine.tokens
 
 
 def test_the_controller_knows_of_what_kind_a_request_is():
