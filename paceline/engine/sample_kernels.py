@@ -472,7 +472,7 @@ def _draw_nucleus(
 
 
 @njit(nogil=True, cache=True)
-def _draw_some(
+def draw_some(
     logits: Floats,
     bits: Ints,
     streams: np.ndarray,
@@ -524,8 +524,11 @@ def draw_rows(
     logits float32 / bits int32 [n, vocab]; streams uint64 [n]; positions int64 [n]; params float64 [n, 4]: temperature,
     top_p, min_p, top_k (0 is off); tokens int64 [n]. Threads take rows in turn.
     """
-    for thread in prange(threads):
-        _draw_some(logits, bits, streams, positions, params, tokens, thread, threads)
+    if threads == 1:  # to wake the others on for nothing took 10 to 16 us
+        draw_some(logits, bits, streams, positions, params, tokens, 0, 1)
+    else:
+        for thread in prange(threads):
+            draw_some(logits, bits, streams, positions, params, tokens, thread, threads)
 
 
 @njit(nogil=True, cache=True)
@@ -586,7 +589,7 @@ def _describe_row(
 
 
 @njit(nogil=True, cache=True)
-def _some_log_probs(logits: Floats, bits: Ints, params: np.ndarray, first: int, step: int) -> None:
+def some_log_probs(logits: Floats, bits: Ints, params: np.ndarray, first: int, step: int) -> None:
     """`log_prob_rows` for rows first, first + step, ..."""
     vocab = logits.shape[1]
     maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
@@ -613,8 +616,11 @@ def log_prob_rows(logits: Floats, bits: Ints, params: np.ndarray, threads: int) 
     logits float32 / bits int32 [n, vocab]; params as there. A greedy row is sure of its token. A row without a
     distribution becomes NaN. Threads take rows in turn.
     """
-    for thread in prange(threads):
-        _some_log_probs(logits, bits, params, thread, threads)
+    if threads == 1:
+        some_log_probs(logits, bits, params, 0, 1)
+    else:
+        for thread in prange(threads):
+            some_log_probs(logits, bits, params, thread, threads)
 
 
 # Verdicts (`speculation.rejection.Pair`): target rows as logits and what `_describe_row` found, draft rows as
@@ -637,8 +643,11 @@ def describe_targets(
     logits: Floats, bits: Ints, rows: np.ndarray, params: np.ndarray, found: np.ndarray, threads: int
 ) -> None:
     """found[i] float64 [5] of row rows[i] of logits float32 / bits int32 [n, vocab]; params as in `draw_rows`."""
-    for thread in prange(threads):
-        _some_described(logits, bits, rows, params, found, thread, threads)
+    if threads == 1:
+        _some_described(logits, bits, rows, params, found, 0, 1)
+    else:
+        for thread in prange(threads):
+            _some_described(logits, bits, rows, params, found, thread, threads)
 
 
 @njit(nogil=True, cache=True)
@@ -691,17 +700,47 @@ def _excess(row: Floats, found: np.ndarray, draft: Floats, weight: float, above:
     return mass
 
 
+@njit(nogil=True, cache=True)
+def _some_excesses(
+    logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, masses: np.ndarray,
+    first: int, step: int,
+) -> None:  # fmt: skip
+    """`excess_masses` for rows first, first + step, ..."""
+    above = np.empty(WIDE, np.float32)
+    for i in range(first, rows.shape[0], step):
+        draft = carray(floats(drafts[i]), (logits.shape[1],))
+        masses[i] = _excess(logits[rows[i]], found[i], draft, weights[i], above)
+
+
 @njit(nogil=True, cache=True, parallel=True)
 def excess_masses(
     logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, masses: np.ndarray,
     threads: int,
 ) -> None:  # fmt: skip
     """masses[i] = sum of max(0, weights[i] * target[rows[i]] - draft), as in `log_ratios`."""
-    for thread in prange(threads):
-        above = np.empty(WIDE, np.float32)
-        for i in range(thread, rows.shape[0], threads):
+    if threads == 1:
+        _some_excesses(logits, rows, found, drafts, weights, masses, 0, 1)
+    else:
+        for thread in prange(threads):
+            _some_excesses(logits, rows, found, drafts, weights, masses, thread, threads)
+
+
+@njit(nogil=True, cache=True)
+def _some_weights(
+    logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, last: Floats,
+    first: int, step: int,
+) -> None:  # fmt: skip
+    """`last_weights` for rows first, first + step, ..."""
+    nothing = np.full(WIDE, -np.inf, np.float32)
+    for i in range(first, rows.shape[0], step):
+        mass = 0.0
+        if drafts[i] != 0:
             draft = carray(floats(drafts[i]), (logits.shape[1],))
-            masses[i] = _excess(logits[rows[i]], found[i], draft, weights[i], above)
+            mass = _excess(logits[rows[i]], found[i], draft, weights[i], last[i])
+        if not (mass > 0.0 and np.isfinite(mass)):
+            _excess(logits[rows[i]], found[i], nothing, 1.0, last[i])
+        if not np.isnan(found[i, 2]):
+            _take_logs(last[i])
 
 
 @njit(nogil=True, cache=True, parallel=True)
@@ -711,17 +750,11 @@ def last_weights(
 ) -> None:  # fmt: skip
     """last[i] [vocab] = log max(0, weights[i] * target[rows[i]] - draft), where there is a draft (an address other than
     0) and that has any mass; else of the target."""
-    for thread in prange(threads):
-        nothing = np.full(WIDE, -np.inf, np.float32)
-        for i in range(thread, rows.shape[0], threads):
-            mass = 0.0
-            if drafts[i] != 0:
-                draft = carray(floats(drafts[i]), (logits.shape[1],))
-                mass = _excess(logits[rows[i]], found[i], draft, weights[i], last[i])
-            if not (mass > 0.0 and np.isfinite(mass)):
-                _excess(logits[rows[i]], found[i], nothing, 1.0, last[i])
-            if not np.isnan(found[i, 2]):
-                _take_logs(last[i])
+    if threads == 1:
+        _some_weights(logits, rows, found, drafts, weights, last, 0, 1)
+    else:
+        for thread in prange(threads):
+            _some_weights(logits, rows, found, drafts, weights, last, thread, threads)
 
 
 @njit(nogil=True, cache=True)
