@@ -31,6 +31,8 @@ class Architecture:
     defaults: tuple[tuple[str, Any], ...] = ()
 
 
+SMALL_TABLE = 64 << 20  # bytes
+
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("attention_bias", "attention_bias", "mlp_bias"),
     "MistralForCausalLM": Architecture(
@@ -136,13 +138,20 @@ class ModelConfig:
         return 2 * kv_element(quantization) * self.layers * self.kv_heads * self.head_dim
 
     def weight_bytes(self, quantization: str = "none") -> int:
-        """Bytes of the weights that are held: all but the embedding table, which stays in its file.
+        """Bytes of the weights that are held: all but the embedding table (`table_bytes`).
 
         Matrices are float32, or of two bytes an element, or with "int8" of one, a scale and a sum a row; the rest is
         float32.
         """
         layers = sum(self.layer_bytes(layer, quantization) for layer in range(self.layers))
         return layers + _matrix_bytes(self.vocab_size, self.hidden, quantization) + 4 * self.hidden
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the embedding table, where a CPU holds it: a row from the file takes 30 us, much beside a small step. 0:
+        it stays there."""
+        size = 4 * self.vocab_size * self.hidden
+        return size if size <= SMALL_TABLE else 0
 
     def layer_bytes(self, layer: int, quantization: str = "none", experts: int | None = None) -> int:
         """Of one layer, with so many of its experts (None: all). A router is float32."""

@@ -59,6 +59,8 @@ class Models:
     def weight_bytes(self, device: str) -> int:
         kinds = list(zip(self.parts, self.quantizations, strict=True))
         weights = sum(part.weight_bytes(kind) for part, kind in kinds)
+        if device == "cpu":
+            weights += sum(part.config.table_bytes for part, _ in kinds if len(part.embedding))
         if device != "cpu":  # which holds the rows of the embedding, too, if not as the head's
             for part, kind in kinds:
                 shared = part.config.tied and len(part.vocabulary)

@@ -108,11 +108,14 @@ class HeldEmbedding:
 
 def load_embedding(
     checkpoint: Checkpoint, name: str, shape: tuple[int, int], device: str, own: range, peers: Peers | None,
-    dtype: torch.dtype = torch.float32, held: Tensor | None = None,
+    dtype: torch.dtype = torch.float32, held: Tensor | None = None, hold: bool = False,
 ) -> Embedding:  # fmt: skip
-    """`own`: the rows of this rank, where it holds any; `held`: those rows, if the head has them already."""
-    if device == "cpu":
+    """`own`: the rows of this rank, where it holds any; `held`: those rows, if the head has them already; `hold`: all
+    rows, on a CPU, too."""
+    if device == "cpu" and not hold:
         return FileEmbedding(checkpoint, name, shape)
+    if device == "cpu":
+        return HeldEmbedding(checkpoint.view(name, shape).to(torch.float32, copy=True), range(shape[0]), None)
     rows = checkpoint.view(name, shape)[own.start : own.stop].to(device, dtype) if held is None else held
     return HeldEmbedding(rows, own, peers.sum_ if peers and len(own) < shape[0] else None)
 
@@ -364,8 +367,9 @@ def load_decoder(
         shape = config.vocab_size, config.hidden
         held = head.weight if head is not None and config.tied and device != "cpu" else None
         embedding = load_embedding(
-            checkpoint, f"{table}.weight", shape, device, part.embedding, peers, loader.dtype, held
-        )
+            checkpoint, f"{table}.weight", shape, device, part.embedding, peers, loader.dtype, held,
+            config.table_bytes > 0,
+        )  # fmt: skip
     others = [f"model.layers.{index}." for index in range(config.layers) if index not in part.layers]
     if config.sparse:
         block = ARCHITECTURES[config.architecture].experts[0]
