@@ -5,7 +5,8 @@ each drafter, temperature and number of drafted tokens, by turns. The trigram ta
 `verdict`: the acceptance step alone (log-probabilities of target rows, the rule, last tokens) at a vocabulary of 32,768
 with 16 requests and 4 drafted tokens each, over a step of the target with as many rows.
 `served`: the built-in model behind a server, where as many tokens are drafted as pay, which are few: streams that go on
-from held-out text at temperature 1, the sum of their tokens/s over that of those without a drafter, by turns.
+from held-out text at temperature 1, the sum of their tokens/s over that of those without a drafter, by turns in random
+order. Two groups have none: what they differ by says what these figures are good for.
 """
 
 import asyncio
@@ -36,7 +37,8 @@ from paceline.engine.tokenizer import Tokenizer
 from scripts.builtin_models.data import read_corpus
 
 CASES = ["builtin", "verdict", "served"]
-SERVED, STREAMS, TURNS = {"none": "none", "model": "builtin:coder-draft", "n-gram": "ngram"}, (1, 4, 16), 15
+SERVED = {"none": "none", "none again": "none", "model": "builtin:coder-draft", "n-gram": "ngram"}
+STREAMS, TURNS = (1, 4, 16), 20
 TEMPERATURES, DEPTHS, ROUNDS = (0.0, 0.8, 1.0), (1, 2, 4), 2
 VOCABULARY, REQUESTS, DRAFTED, SCATTER = 32_768, 16, 4, 0.5
 
@@ -66,7 +68,7 @@ def served() -> dict:
             for count in STREAMS:
                 rates: dict[str, list[float]] = {name: [] for name in SERVED}
                 for turn in range(TURNS + 1):  # the first to warm up
-                    for name in list(SERVED)[:: -1 if turn % 2 else 1]:
+                    for name in random.sample(list(SERVED), len(SERVED)):
                         begins = [random.randrange(len(tokens) - 64) for _ in range(count)]
                         texts = [tokens[begin : begin + 64] for begin in begins]
                         rate = asyncio.run(streams(port, name, texts, 1.0))["sum_of_tokens_s"]
@@ -76,9 +78,11 @@ def served() -> dict:
                     for name, some in rates.items() if name != "none"
                 }
                 found[f"{count} streams"] = {"none, tokens/s": round(median(rates["none"]), 1)} | {
-                    f"{name}, over none": {"median": round(median(some), 3), "quartiles": [
-                        round(some[len(some) // 4], 3), round(some[-1 - len(some) // 4], 3)
-                    ]}
+                    f"{name}, over none": {
+                        "of all turns": round(sum(rates[name]) / sum(rates["none"]), 3),
+                        "median": round(median(some), 3),
+                        "quartiles": [round(some[len(some) // 4], 3), round(some[-1 - len(some) // 4], 3)],
+                    }
                     for name, some in over.items()
                 }
                 print(f"  {count}: {found[f'{count} streams']}", flush=True)
