@@ -197,6 +197,12 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
+def watched(function: F) -> F:
+    """A function that Numba compiles when first called and keeps: it notices changes in all that it is made of."""
+    function._cache._cache_file._source_stamp = _stamp(*_made_of(function.py_func))
+    return function
+
+
 @part
 def _put(address: int, fields: Any) -> None:
     _store(address, fields)

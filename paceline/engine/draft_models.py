@@ -18,14 +18,20 @@ from torch import Tensor
 from paceline.core.batch import follows
 from paceline.core.drafter_name import MODEL
 from paceline.engine.attention import SliceSpan
-from paceline.engine.drafters import Guess, Part, TokenByToken
+from paceline.engine.compiling import one_process_at_a_time
+from paceline.engine.drafters import SHORT, Guess, Part, TokenByToken
 from paceline.engine.gpu import PagedCache
 from paceline.engine.job import Job
 from paceline.engine.kv_cache import KVCache
 from paceline.engine.model import Decoder
+from paceline.engine.rope import Rotations
 from paceline.engine.vocabulary import SharedVocabulary
 
-SHORT = 2  # tokens of a slice that are faster as rows; a draft is not better for the bits of a chunk
+try:
+    with one_process_at_a_time():
+        from paceline.engine.chain import Chain
+except (ImportError, ValueError):  # as in `linear`
+    Chain = None
 
 
 class DecoderModel:
@@ -43,6 +49,8 @@ class DecoderModel:
         self.decoder, self.cache, self.progress = decoder, cache, progress
         self.vocabulary = vocabulary and vocabulary.to(decoder.device)
         self.max_context = decoder.config.max_context
+        own = Chain is not None and vocabulary is None and self.max_context <= Rotations.KEPT
+        self.chain = Chain.of(decoder, cache, progress) if own else None
 
     def forward(self, parts: Seq[Part]) -> Tensor:
         decoder, size = self.decoder, self.cache.block_size

@@ -10,7 +10,7 @@ depend on guesses, since the noise of every place is fixed before.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from paceline.engine.keyed_random import DRAFT, lane_key
 from paceline.speculation import ngram
 from paceline.speculation.trigram import Trigrams
 
+SHORT = 2  # tokens of a slice that are faster as rows; a draft is not better for the bits of a chunk
 KEPT_ROWS = 256  # distributions of a step that are kept to judge drafts by: bounds their memory
 Guess = Callable[[np.ndarray, int], list[int]]  # known tokens, and how many more are wanted at most
 
@@ -92,10 +93,33 @@ class Part:
         return 1 + len(self.guess) if self.job.work.num_draft else 0
 
 
+class Link(NamedTuple):
+    """What a chain draws for a sequence."""
+
+    start: int  # the position of the first token that is given
+    given: list[int]  # tokens; behind the last of them the first is drawn
+    draws: int  # how many
+    blocks: Seq[int]  # of its keys and values
+    stream: int  # of the noise
+    place: int  # in it of the first draw; those behind have the next ones
+    numbers: tuple[float, float, float, int]  # of its `SamplingState`
+
+    @property
+    def passes(self) -> int:
+        return len(self.given) + self.draws - 1
+
+
+class Chained(Protocol):
+    """`chain.Chain`."""
+
+    def draw(self, links: Seq[Link], keep: bool) -> list[tuple[list[int], Tensor | None]]: ...
+
+
 class Distributions(Protocol):
     """A model as drafting needs it."""
 
     max_context: int  # tokens
+    chain: Chained | None  # draws all of a draft in one call
 
     def forward(self, parts: Seq[Part]) -> Tensor:
         """A row for every token of the parts that is read, one part after the other."""
@@ -114,18 +138,20 @@ class TokenByToken:
     ) -> None:  # fmt: skip
         """`logit_rows`: logits at a time; `guess`: what the model may draft, to be looked at in the same pass; `name`:
         one of `DRAFTERS`."""
-        self.model, self.logit_rows, self.guess, self.name = model, logit_rows, guess, name
+        self.model, self.logit_rows, self.name = model, logit_rows, name
+        self.kept = 0  # distributions of this step
+        self.guess = guess if model.chain is None else None  # a pass more takes less than a guess
 
     def propose(self, jobs: Seq[Job]) -> None:
-        kept, parts = 0, self._first(jobs)
+        self.kept, parts = 0, self._first(jobs)
         drafting = [part.job for part in parts if part.job.undrafted]
         try:
-            while parts:
+            while parts := self._chain(parts):
                 rows = self.model.forward(parts)
                 ready = []
                 for part, row in self._ready(parts):
-                    kept += 0 if part.job.coupled else 1 + len(part.guess)
-                    if part.job.coupled or kept <= KEPT_ROWS:
+                    self.kept += 0 if part.job.coupled else 1 + len(part.guess)
+                    if part.job.coupled or self.kept <= KEPT_ROWS:
                         ready.append((part, row))
                 parts = [self._behind(job) for job in self._draw(ready, rows) if self._goes_on(job)]
         finally:
@@ -136,6 +162,31 @@ class TokenByToken:
 
     def settle(self, jobs: Seq[Job]) -> None:
         pass
+
+    def _chain(self, parts: list[Part]) -> list[Part]:
+        """Drafts in one call all that depends on nothing but the tokens before, if the model can; the other parts."""
+        if (chain := self.model.chain) is None:
+            return parts
+        left = [part for part in parts if not _is_plain(part)]
+        plain = [part for part in parts if _is_plain(part)] if len(left) < len(parts) else []
+        for some in in_parts(plain, self.logit_rows, lambda part: 1):
+            links = [self._link(part) for part in some]
+            keep = not all(part.job.coupled for part in some)
+            kept = self.kept + keep * len(links) * max(link.passes for link in links)
+            if kept > KEPT_ROWS:
+                left += some
+                continue
+            self.kept = kept
+            for part, (tokens, log_probs) in zip(some, chain.draw(links, keep), strict=True):
+                _take(Part(part.job, part.start, part.length, tokens[:-1]), tokens, log_probs)
+        return left
+
+    def _link(self, part: Part) -> Link:
+        job, done = part.job, len(part.job.draft)
+        draws = min(job.work.num_draft - done, self.model.max_context + 1 - job.end - done)
+        return Link(
+            part.start, part.tokens, draws, job.sequence.blocks, *_noise(job, 0), job.sequence.state.numbers
+        )  # fmt: skip
 
     def _first(self, jobs: Seq[Job]) -> list[Part]:
         """What a round begins with: the last known token of each sequence that is to be drafted for."""
@@ -193,7 +244,14 @@ class TokenByToken:
         return drawn
 
 
-def _take(part: Part, tokens: list[int], rows: Tensor) -> bool:
+def _is_plain(part: Part) -> bool:
+    """Whether it is a short one, of all that is known of a sequence without penalties, to draft for."""
+    job = part.job
+    end = part.start + part.length == job.end + len(job.draft)
+    return end and part.length <= SHORT and job.work.num_draft > 0 and not job.sequence.state.penalties.active
+
+
+def _take(part: Part, tokens: list[int], rows: Tensor | None) -> bool:
     """Drafts the first of these tokens, and each behind a guess that was right. False: the model had nothing to say."""
     job = part.job
     for n, token in enumerate(tokens):
@@ -218,7 +276,7 @@ def _noise(job: Job, further: int) -> tuple[int, int]:
 class TrigramModel:
     """`speculation.trigram` as a model: a token's row is that token and the one before."""
 
-    max_context = 2**31
+    max_context, chain = 2**31, None
 
     def __init__(self, table: Trigrams, device: str) -> None:
         self.table, self.device = table, device

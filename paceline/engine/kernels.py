@@ -799,7 +799,7 @@ def _mix_some(builder, form, weights, width, values, count, dims, ahead, out):
 
 
 @intrinsic
-def _wait(context, gate, turn, threads):
+def wait(context, gate, turn, threads):
     """Returns turn + 1 when all threads have come here; `gate` counts arrivals and starts at 0, as `turn` does.
 
     A waiting thread keeps its core for some microseconds and then offers it to others: on a busy machine the thread it
@@ -951,7 +951,7 @@ def _panels(
 
 
 @njit(I64(*[I64] * 7, F32, *[I64] * 11), **OPTIONS)
-def _linear(
+def some_linear(
     t, threads, gate, turn, x, x_stride, norm, eps, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, shared,
     own,
 ):  # fmt: skip
@@ -970,9 +970,9 @@ def _linear(
             _quantize_rows(a, stride, inner, quantized, inner * BYTE + LINE, scales, begin, end)
             a, stride = quantized, inner * BYTE + LINE
         if not few:
-            turn = _wait(gate, turn, threads)
+            turn = wait(gate, turn, threads)
     _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
-    return _wait(gate, turn, threads)
+    return wait(gate, turn, threads)
 
 
 @njit(types.void(*[I64] * 3, F32, *[I64] * 12), parallel=True, **OPTIONS)
@@ -992,7 +992,7 @@ def linear(
         shared = space + 64 + threads * own_space
         turn, block = 0, _block(rows)
         for first in range(0, rows, block):
-            turn = _linear(
+            turn = some_linear(
                 t, threads, space, turn, x + first * x_stride, x_stride, norm, eps, min(block, rows - first), inner, w,
                 w_scale, bias, outer, kind, c + first * c_stride, c_stride, shared, own,
             )  # fmt: skip
@@ -1362,13 +1362,11 @@ X, TURNS, WHERE, HEADS, MIXED, INSIDE, SPACE, PROGRESS, BUFFER_FIELDS = range(9)
 LONGS_1D, LONGS_2D = types.int64[::1], types.int64[:, ::1]
 
 
-@njit(
-    types.void(I64, I64, I64, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64), **OPTIONS
-)
-def _layers(
-    t, threads, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
+@njit(I64(*[I64] * 4, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64), **OPTIONS)
+def some_layers(
+    t, threads, turn, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
 ):  # fmt: skip
-    """A thread's share of `decoder_layers`, in the order of the model."""
+    """A thread's share of `decoder_layers`, in the order of the model; returns the turn."""
     hidden, inner, q_heads, kv_heads, dims = shape[HIDDEN], shape[INNER], shape[Q_HEADS], shape[KV_HEADS], shape[DIMS]
     width, group, scale = (q_heads + 2 * kv_heads) * dims, q_heads // kv_heads, np.float32(1.0 / np.sqrt(dims))
     size, element = shape[SIZE_], shape[ELEMENT]
@@ -1379,14 +1377,14 @@ def _layers(
     mine = np.empty(group * (dims + scores_of(longest)), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
-    turn, block = 0, _block(rows)
+    block = _block(rows)
     for index in range(layers.shape[0]):
         layer, narrows = layers[index], index + 1 == layers.shape[0] and kept.shape[0] < rows
         plan = last_plans[layer[LAYER_WINDOW]] if narrows else plans[layer[LAYER_WINDOW]]
         some_chunks = last_chunks if narrows else chunks
         keys, values = layer[LAYER_KEYS], layer[LAYER_VALUES]
         for first in range(0, rows, block):
-            turn = _linear(
+            turn = some_linear(
                 t, threads, gate, turn, x + first * hidden * 4, hidden * 4, layer[INPUT_NORM], eps,
                 min(block, rows - first), hidden, layer[QKV], layer[QKV + 1], layer[QKV + 2], width, STORE,
                 heads + first * width * 4, width * 4, shared, own,
@@ -1395,7 +1393,7 @@ def _layers(
             heads, q_heads, kv_heads, dims, layer[Q_NORM], layer[K_NORM], eps, buffers[TURNS], buffers[WHERE], keys,
             values, element, begin, end,
         )  # fmt: skip
-        turn = _wait(gate, turn, threads)
+        turn = wait(gate, turn, threads)
         if plan[ROW_COUNT]:
             _some_rows(
                 t, threads, heads, width * 4, keys, values, plan[ROW_INDEX], plan[ROW_TABLE], plan[ROW_WIDTH],
@@ -1410,7 +1408,7 @@ def _layers(
                 chunk[CHUNK_TABLE], keys, values, group, kv_heads, size, dims, element, plan[WINDOW], scale,
                 mixed + first * mixed_stride, mixed_stride, work.ctypes.data,
             )  # fmt: skip
-        turn = _wait(gate, turn, threads)
+        turn = wait(gate, turn, threads)
         if narrows:
             rows = kept.shape[0]
             block = _block(max(rows, 1))
@@ -1418,23 +1416,24 @@ def _layers(
                 for row in range(rows):
                     _copy(mixed + row * mixed_stride, mixed + kept[row] * mixed_stride, q_heads * dims * 4)
                     _copy(x + row * hidden * 4, x + kept[row] * hidden * 4, hidden * 4)
-            turn = _wait(gate, turn, threads)
+            turn = wait(gate, turn, threads)
         for first in range(0, rows, block):
             count, some = min(block, rows - first), x + first * hidden * 4
-            turn = _linear(
+            turn = some_linear(
                 t, threads, gate, turn, mixed + first * mixed_stride, mixed_stride, 0, eps, count, q_heads * dims,
                 layer[OUT], layer[OUT + 1], layer[OUT + 2], hidden, ADD, some, hidden * 4, shared, own,
             )  # fmt: skip
-            turn = _linear(
+            turn = some_linear(
                 t, threads, gate, turn, some, hidden * 4, layer[POST_NORM], eps, count, hidden, layer[GATE_UP],
                 layer[GATE_UP + 1], layer[GATE_UP + 2], inner, GATE, inside, inside_stride, shared, own,
             )  # fmt: skip
-            turn = _linear(
+            turn = some_linear(
                 t, threads, gate, turn, inside, inside_stride, 0, eps, count, inner, layer[DOWN], layer[DOWN + 1],
                 layer[DOWN + 2], hidden, ADD, some, hidden * 4, shared, own,
             )  # fmt: skip
         if t == 0:
             carray(_longs(buffers[PROGRESS]), (1,))[0] += 1
+    return turn
 
 
 @njit(
@@ -1449,8 +1448,8 @@ def decoder_layers(
     """
     carray(_longs(buffers[SPACE]), (1,))[0] = 0
     for t in prange(threads):
-        _layers(
-            t, threads, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
+        some_layers(
+            t, threads, 0, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ A pair of dimensions is one complex number here, so that a rotation is one produ
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,9 +88,16 @@ class Rotations:
         """Of positions [tokens] below `end`: [tokens, 1, head_dim / 2] complex64."""
         if end > self.KEPT or positions.device.type != "cpu":
             return rotations(self.inv_freq, self.factor, positions)
+        return self._until(end).index_select(0, positions)
+
+    def up_to(self, end: int) -> np.ndarray:
+        """Of the first positions, on a CPU, [at least `end`, head_dim] float32: real and imaginary parts in turn."""
+        return torch.view_as_real(self._until(end)).flatten(1).numpy()
+
+    def _until(self, end: int) -> Tensor:
         if end > len(self.table):
             self.table = rotations(self.inv_freq, self.factor, torch.arange(1 << (end - 1).bit_length()))
-        return self.table.index_select(0, positions)
+        return self.table
 
 
 def rotate_(heads: Tensor, turns: Tensor) -> None:

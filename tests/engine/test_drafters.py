@@ -142,7 +142,8 @@ def refused(runner: ModelRunner, prompts: list[list[int]], monkeypatch: pytest.M
     take, kept, right = drafters._take, [], 0
 
     def spoil(part: Part, tokens: list[int], rows: torch.Tensor) -> bool:
-        return take(part, [1990] if len(part.job.draft) == SPOILT else tokens[:1], rows)
+        place = SPOILT - len(part.job.draft)
+        return take(part, [1990 if n == place else token for n, token in enumerate(tokens)], rows)
 
     monkeypatch.setattr(drafters, "_take", spoil)
     offline = group(runner, **options)
@@ -242,6 +243,8 @@ def test_few_distributions_are_kept(prompts, monkeypatch):
 def test_a_drafter_that_fails_leaves_the_target_alone(drafting, prompts, alone, monkeypatch, capsys):
     last = getattr(drafting.drafter, "drafters", [drafting.drafter])[-1]
     monkeypatch.setattr(last.model, "forward", lambda *_: 1 / 0)
+    if last.model.chain:
+        monkeypatch.setattr(last.model.chain, "draw", last.model.forward)
     got = generate(drafting, prompts, params(max_draft_tokens=4))
     assert got == alone and "ZeroDivisionError" in capsys.readouterr().err
     assert got.drafted == 0 or isinstance(drafting.drafter, InTurn)  # n-grams drafted where there were some

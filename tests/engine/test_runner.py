@@ -49,7 +49,9 @@ def test_outputs_say_who_drafted(model: tuple[Path, object], monkeypatch: pytest
     works = [SliceWork(i, 11, 3, True, 4, [], 2) for i in range(2)]
     outputs = runner.step([], works, [])[0]
     assert [(output.drafter, output.num_draft) for output in outputs] == [("ngram", 2), ("early_exit", 2)]
-    monkeypatch.setattr(runner.drafter.drafters[1].model, "forward", lambda *_: 1 / 0)
+    model = runner.drafter.drafters[1].model
+    for part, name in ((model, "forward"), (model.chain, "draw")):
+        monkeypatch.setattr(part, name, lambda *_: 1 / 0)
     known = [12 + len(output.tokens) for output in outputs]
     works = [SliceWork(i, known[i] - 1, 3, True, 4, blocks(50 + 10 * i, 4), 2) for i in range(2)]
     assert {(output.drafter, output.num_draft) for output in runner.step([], works, [])[0]} == {("error", 0)}
@@ -202,7 +204,8 @@ def test_info_and_limits(model: tuple, runner: ModelRunner) -> None:
     config = runner.decoder.config
     assert info.kv_bytes == 128 * BLOCK * config.kv_bytes_per_token()
     held = sum(value.numel() for name, value in model[1].state_dict().items() if name != "lm_head.weight")
-    assert info.weight_bytes == config.weight_bytes() == 4 * held  # the head in memory, the embedding in its file
+    assert config.weight_bytes() == 4 * held and config.table_bytes == 4 * 199 * 48  # head and embedding
+    assert info.weight_bytes == config.weight_bytes() + config.table_bytes
     assert info.planned_bytes > info.weight_bytes + info.kv_bytes
     small = ModelRunner.load(model[0], max_batch_tokens=64, max_batch=2, num_blocks=3, block_size=BLOCK)
     assert small.info.context == 12
