@@ -150,8 +150,9 @@ def held_of(sizes: Sequence[float], memory: int) -> int | None:
 def weight_bytes(model: Model, parallel: Parallel) -> float:
     """Of the first worker's part, with what it holds to draft by."""
     whole, draft = model.encoder or ModelConfig.load(model.path), _draft(model, parallel)
-    beside = draft.weight_bytes(model.draft_precision) if draft else 0
-    return whole.weight_bytes(model.precision) / parallel.devices + beside
+    beside = draft.weight_bytes(model.draft_precision) + draft.table_bytes if draft else 0
+    table = 0 if model.encoder or model.device != "cpu" else whole.table_bytes
+    return whole.weight_bytes(model.precision) / parallel.devices + table + beside
 
 
 def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:

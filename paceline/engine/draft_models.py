@@ -74,10 +74,11 @@ class DraftModel(TokenByToken):
     """A decoder with a cache of its own, which has to follow what it is to draft for."""
 
     def __init__(
-        self, model: DecoderModel, logit_rows: int, max_tokens: int, guess: Guess | None = None, name: str = MODEL
+        self, model: DecoderModel, logit_rows: int, most_kept: int, max_tokens: int, guess: Guess | None = None,
+        name: str = MODEL,
     ) -> None:  # fmt: skip
         """`max_tokens`: of a pass."""
-        super().__init__(model, logit_rows, guess, name)
+        super().__init__(model, logit_rows, most_kept, guess, name)
         self.max_tokens, self.block_size = max_tokens, model.cache.block_size
         self.filled = np.zeros(model.cache.num_blocks, bool)  # blocks whose tokens are all followed
         self.idle = 0  # steps in a row without drafts

@@ -24,8 +24,13 @@ from paceline.speculation import ngram
 from paceline.speculation.trigram import Trigrams
 
 SHORT = 2  # tokens of a slice that are faster as rows; a draft is not better for the bits of a chunk
-KEPT_ROWS = 256  # distributions of a step that are kept to judge drafts by: bounds their memory
+KEPT_ROWS, KEPT = 256, 1 << 23  # distributions of a step that are kept to judge drafts by, or numbers: as bounds memory
 Guess = Callable[[np.ndarray, int], list[int]]  # known tokens, and how many more are wanted at most
+
+
+def most_kept(vocabulary: int) -> int:
+    """Distributions that a step keeps to judge drafts by, of so many tokens each."""
+    return max(KEPT_ROWS, KEPT // vocabulary)
 
 
 class Drafter(Protocol):
@@ -134,12 +139,12 @@ class TokenByToken:
     """Drafts by a model, to which any token of a sequence may be shown without those before it."""
 
     def __init__(
-        self, model: Distributions, logit_rows: int, guess: Guess | None = None, name: str = MODEL
+        self, model: Distributions, logit_rows: int, most_kept: int, guess: Guess | None = None, name: str = MODEL
     ) -> None:  # fmt: skip
-        """`logit_rows`: logits at a time; `guess`: what the model may draft, to be looked at in the same pass; `name`:
-        one of `DRAFTERS`."""
+        """`logit_rows`: logits at a time; `most_kept`: as the function; `guess`: what the model may draft, to be looked
+        at in the same pass; `name`: one of `DRAFTERS`."""
         self.model, self.logit_rows, self.name = model, logit_rows, name
-        self.kept = 0  # distributions of this step
+        self.kept, self.most_kept = 0, most_kept  # distributions of this step
         self.guess = guess if model.chain is None else None  # a pass more takes less than a guess
 
     def propose(self, jobs: Seq[Job]) -> None:
@@ -151,7 +156,7 @@ class TokenByToken:
                 ready = []
                 for part, row in self._ready(parts):
                     self.kept += 0 if part.job.coupled else 1 + len(part.guess)
-                    if part.job.coupled or self.kept <= KEPT_ROWS:
+                    if part.job.coupled or self.kept <= self.most_kept:
                         ready.append((part, row))
                 parts = [self._behind(job) for job in self._draw(ready, rows) if self._goes_on(job)]
         finally:
@@ -173,7 +178,7 @@ class TokenByToken:
             links = [self._link(part) for part in some]
             keep = not all(part.job.coupled for part in some)
             kept = self.kept + keep * len(links) * max(link.passes for link in links)
-            if kept > KEPT_ROWS:
+            if kept > self.most_kept:
                 left += some
                 continue
             self.kept = kept

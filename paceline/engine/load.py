@@ -35,6 +35,9 @@ def weight_bytes(
     """Of what a worker holds: its part, and the first one what it drafts by. Raises ModelError."""
     if is_encoder(path):
         return EncoderConfig.load(path).weight_bytes(quantization) // place.parallel.devices
-    own = part_of(ModelConfig.load(path), place, quantization).weight_bytes(quantization)
+    part = part_of(ModelConfig.load(path), place, quantization)
+    own = part.weight_bytes(quantization) + (part.config.table_bytes if len(part.embedding) else 0)
     draft = draft_config(DrafterName.parse(drafter), path, early_exit_layers, place.parallel.devices)
-    return own + (draft.weight_bytes(draft_quantization or quantization) if draft and place.number == 0 else 0)
+    if draft is None or place.number > 0:
+        return own
+    return own + draft.weight_bytes(draft_quantization or quantization) + draft.table_bytes

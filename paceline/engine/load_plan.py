@@ -10,7 +10,7 @@ from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo
 from paceline.engine import attention, experts, gpu
 from paceline.engine.config import ModelConfig, ModelError, kv_element, precision
-from paceline.engine.drafters import KEPT_ROWS
+from paceline.engine.drafters import most_kept
 from paceline.engine.kv_cache import MemoryPlan, can_lend, held_bytes, kv_dtype, pool_blocks
 from paceline.engine.linear import best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
@@ -150,7 +150,8 @@ def plan(
     activations = max(activation_bytes(one.config, max_batch_tokens, context, device, kind) for one, kind in kinds)
     if models.judges:
         # distributions kept, and what a verdict makes of those of target and draft
-        activations += 4 * (min(KEPT_ROWS, max_batch_tokens) + 5 * LOGIT_ROWS) * config.vocab_size
+        kept = min(most_kept(config.vocab_size), 2 * max_batch_tokens)
+        activations += 4 * (kept + 5 * LOGIT_ROWS) * config.vocab_size
     weights, token_bytes = models.weight_bytes(device), models.token_bytes
     if device != "cpu":
         activations += block_size * token_bytes  # the block that is nobody's

@@ -25,7 +25,7 @@ from paceline.engine.attention import SliceSpan
 from paceline.engine.begun import NO_DISTRIBUTION, Begun
 from paceline.engine.config import ModelConfig
 from paceline.engine.draft_models import DecoderModel, DraftModel
-from paceline.engine.drafters import Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel
+from paceline.engine.drafters import Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel, most_kept
 from paceline.engine.gpu import PagedCache
 from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job, in_parts
@@ -153,16 +153,17 @@ class ModelRunner:
         runner = ModelRunner(decoders[0], caches[0], info, grammars, device, peers)
         runner.caches = caches.copy()
         runner.drafts = runner.drafts and not fault
+        kept = most_kept(config.vocab_size)
         if len(decoders) > 1:
             model = DecoderModel(decoders[1], caches[1], runner._progress, models.vocabulary)
-            runner.drafter = DraftModel(model, LOGIT_ROWS, max_batch_tokens, ngram.propose, drafts.kind)
+            runner.drafter = DraftModel(model, LOGIT_ROWS, kept, max_batch_tokens, ngram.propose, drafts.kind)
         elif drafts.kind == "early_exit":
             decoders.append(decoders[0].first(models.exit_layers))
             caches.append(caches[0].first(models.exit_layers))
             model = DecoderModel(decoders[1], caches[1], runner._progress)
-            runner.drafter = TokenByToken(model, LOGIT_ROWS, ngram.propose, drafts.kind)
+            runner.drafter = TokenByToken(model, LOGIT_ROWS, kept, ngram.propose, drafts.kind)
         elif models.table is not None:
-            runner.drafter = TokenByToken(TrigramModel(models.table, device), LOGIT_ROWS, name=drafts.kind)
+            runner.drafter = TokenByToken(TrigramModel(models.table, device), LOGIT_ROWS, kept, name=drafts.kind)
         if device != "cpu":
             with torch.inference_mode():
                 for decoder, cache in zip(decoders, caches, strict=True):

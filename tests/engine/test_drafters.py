@@ -232,10 +232,10 @@ def test_sequences_far_behind_catch_up_in_several_steps(prompts, alone):
     assert got == alone and got.accepted == got.drafted > 50
 
 
-def test_few_distributions_are_kept(prompts, monkeypatch):
+def test_few_distributions_are_kept(prompts):
     runner = load(str(CODER))
     many = generate(runner, prompts, params(False, max_draft_tokens=8))
-    monkeypatch.setattr("paceline.engine.drafters.KEPT_ROWS", 10)
+    runner.drafter.most_kept = 10
     few = generate(runner, prompts, params(False, max_draft_tokens=8))
     assert len(few.lengths) > len(many.lengths) and few.accepted >= 0.995 * few.drafted > 50
 

@@ -28,7 +28,8 @@ NAMES, HELD = tuple("abcdef"), 3
 RUNS = [(Parallel(), 3, 18), *(pytest.param(Parallel(2 - n, 1), 5, 60, marks=pytest.mark.slow) for n in range(2))]
 LOADS = ("seconds_count", "seconds_sum", "bytes_total")
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-WEIGHTS = ModelConfig.load(BUILTIN / "coder").weight_bytes()
+CODER = ModelConfig.load(BUILTIN / "coder")
+WEIGHTS = CODER.weight_bytes() + CODER.table_bytes
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,8 @@ def test_six_models_where_three_fit_serve_zipf_traffic_with_the_tokens_of_each_a
 ):
     paths, cases = models
     assert len({tuple(text for *_, text in some) for some in cases.values()}) == len(NAMES), "they differ"
-    memory = OVERHEAD + int((HELD + 0.5) * WEIGHTS / parallel.devices / (1 - KV_SHARE))
+    own = CODER.weight_bytes() / parallel.devices + CODER.table_bytes
+    memory = OVERHEAD + int((HELD + 0.5) * own / (1 - KV_SHARE))
     entries = [f"  - {{name: {name}, source: {path}}}\n" for name, path in paths.items()]
     (tmp_path / "fleet.yaml").write_text(f"models:\n{''.join(entries)}cluster: {{memory: {memory}}}\n")
     shape = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
