@@ -64,8 +64,8 @@ class Pair:
         self.dial = Dial(self.runners, self.layers)
         models = self.runner, ModelRunner.load(draft, quantization=quantization, **limits)
         profiles = [profile(one, max_tokens=256, max_batch=widest, seconds=20) for one in models]
-        self.costs = [Costs(p.step_time.linear, p.step_time.emit + p.step_time.decode, p.step_time.decode_context)
-                      for p in profiles]  # fmt: skip
+        target, own = profiles
+        self.costs = [Costs.of(target.step_time), Costs.of_drafts(own.step_time, own.chained)]
 
     def run(
         self, requests: int, most: int, at_a_time: int, adaptive: bool = False, seed: int = 0, **drawn: float

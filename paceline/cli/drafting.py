@@ -87,4 +87,4 @@ def costs(
         config = ModelConfig.load(path)
         part = config.first(config.exit_layers(drafting.early_exit_layers))
         return Costs.of(target).scaled(part.weight_bytes(quantization) / config.weight_bytes(quantization))
-    return draft and Costs.of(draft.step_time)
+    return draft and Costs.of_drafts(draft.step_time, draft.chained)

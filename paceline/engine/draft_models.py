@@ -19,7 +19,7 @@ from paceline.core.batch import follows
 from paceline.core.drafter_name import MODEL
 from paceline.engine.attention import SliceSpan
 from paceline.engine.compiling import one_process_at_a_time
-from paceline.engine.drafters import SHORT, Guess, Part, TokenByToken
+from paceline.engine.drafters import SHORT, Chained, Guess, Part, TokenByToken
 from paceline.engine.gpu import PagedCache
 from paceline.engine.job import Job
 from paceline.engine.kv_cache import KVCache
@@ -32,6 +32,13 @@ try:
         from paceline.engine.chain import Chain
 except (ImportError, ValueError):  # as in `linear`
     Chain = None
+
+
+def chain_of(decoder: Decoder, cache: KVCache | PagedCache, progress: np.ndarray) -> Chained | None:
+    """None: its passes have to be asked for one by one."""
+    if Chain is None or decoder.device != "cpu" or decoder.config.max_context > Rotations.KEPT:
+        return None
+    return Chain.of(decoder, cache, progress)
 
 
 class DecoderModel:
@@ -49,8 +56,7 @@ class DecoderModel:
         self.decoder, self.cache, self.progress = decoder, cache, progress
         self.vocabulary = vocabulary and vocabulary.to(decoder.device)
         self.max_context = decoder.config.max_context
-        own = Chain is not None and vocabulary is None and self.max_context <= Rotations.KEPT
-        self.chain = Chain.of(decoder, cache, progress) if own else None
+        self.chain = chain_of(decoder, cache, progress) if vocabulary is None else None
 
     def forward(self, parts: Seq[Part]) -> Tensor:
         decoder, size = self.decoder, self.cache.block_size

@@ -8,15 +8,19 @@ count.
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from time import perf_counter
+
+import numpy as np
 
 from paceline.core.batch import StepShape
 from paceline.core.request import SamplingParams
 from paceline.core.work import Engine, NewSequence, SliceWork
 from paceline.engine import machine
 from paceline.engine.config import ModelConfig
+from paceline.engine.draft_models import chain_of
+from paceline.engine.drafters import Link
 from paceline.engine.runner import ModelRunner
 from paceline.latency.profile import Measured, Profile, summarize
 from paceline.latency.roofline import Roofline
@@ -26,6 +30,7 @@ LONGEST = 4096  # tokens of context: attention is linear in it, so longer ones w
 LEAST_RUNS, MOST_RUNS = 2, 12  # of a step, after its first
 MOST_CHUNKS = 4  # of a mix
 SETTLED = 0.01  # seconds of the same step in a row, after which caches hold what it needs
+CHAINED, CHAIN, CHAIN_START, CHAIN_S = (1, 2, 4, 8, 16, 32), 7, 64, 0.1  # sequences, further passes, context, seconds
 SLOW = 0.25  # seconds: beside which compiling kernels is nothing
 DENSITIES = (4, 2, 1)  # how closely widths and mixes are measured, as time allows
 SEED = 1
@@ -71,12 +76,45 @@ def profile(
     mixes = [_step(_mix(rng, rng.choice(widths), max_batch, runner)) for _ in range(20 * density)]
     held_out = [_step(_mix(rng, rng.randint(1, max_tokens), max_batch, runner)) for _ in range(10 * density)]
     bench.measure([*sweep, *mixes, *held_out], seconds, rng, progress)
-    return summarize(
+    whole = summarize(
         [step.measured for step in sweep],
         [step.measured for step in mixes],
         [step.measured for step in held_out],
         roofline(runner, quantization),
     )
+    return replace(whole, chained=chained(runner, max_batch))
+
+
+def chained(runner: ModelRunner, max_batch: int) -> dict[int, float]:
+    """`Profile.chained`, where passes of this model can be one call."""
+    chain = runner.device == "cpu" and chain_of(runner.decoder, runner.cache, np.zeros(1, np.int64))
+    if not chain or runner.peers:
+        return {}
+    size, found = runner.info.block_size, dict[int, float]()
+    for rows in CHAINED:
+        links = {
+            draws: [
+                Link(CHAIN_START, [5], draws, range(blocks * row, blocks * (row + 1)), row, 0, (1.0, 1.0, 0.0, 0))
+                for row in range(rows)
+            ]
+            for draws in (1, 1 + CHAIN)
+            for blocks in [-(-(CHAIN_START + 1 + CHAIN) // size)]
+        }
+        if rows > max_batch or links[1][-1].blocks.stop > runner.info.num_blocks:
+            break
+        seconds = {draws: Measured(StepShape()) for draws in links}
+        chain.draw(links[1], True)  # not counted
+        begun = perf_counter()
+        while len(seconds[1].seconds) < LEAST_RUNS or perf_counter() - begun < CHAIN_S:
+            for draws, some in seconds.items():
+                begin = perf_counter()
+                chain.draw(links[draws], True)
+                some.seconds.append(perf_counter() - begin)
+        short, long = (some.low for some in seconds.values())
+        found[rows] = max(0.0, long - short) / CHAIN
+        if rows == 1:
+            found[0] = max(0.0, short - found[1])
+    return found
 
 
 def roofline(runner: ModelRunner, quantization: str) -> Roofline:

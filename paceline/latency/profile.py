@@ -53,6 +53,8 @@ class Profile:
     noise: Percentiles  # of the same steps against their own repetitions
     widths: dict[int, float]  # seconds of one prompt chunk from context 0, by tokens
     roofline: Roofline
+    # seconds of a pass of drafts in one call (`engine.chain`), by sequences, and with 0 of the call itself
+    chained: dict[int, float] = field(default_factory=dict)
 
     @property
     def tile(self) -> int:

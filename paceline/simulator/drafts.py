@@ -71,7 +71,7 @@ def of_groups(drafts: Sequence[SimulatedDrafts | None], targets: Sequence[StepTi
     """`slots`: the most sequences of a group."""
     costs = [
         one for own, time in zip(drafts, targets, strict=True)
-        for one in (Costs.of(time), own and own.costs or Costs([0.0]))
+        for one in (Costs.of(time), (own and own.costs or Costs([0.0])).drafting)
     ]  # fmt: skip
     some = [own.most if own else 0 for own in drafts]
     by_slot = len(drafts), slots * any(some)

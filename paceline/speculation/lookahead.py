@@ -28,8 +28,8 @@ follows a first token, and drafts that are no good show while they are short.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit, types
@@ -88,14 +88,31 @@ class Costs:
     linear: Sequence[float]  # by tokens, from 0 on
     token: float = 0.0  # more for each
     context: float = 0.0  # for each token that those read
+    once: float = 0.0  # of drafting, beside its passes
 
     @staticmethod
     def of(time: StepTime) -> "Costs":
         return Costs(time.linear, time.emit + time.decode, time.decode_context)
 
+    @staticmethod
+    def of_drafts(time: StepTime, chained: Mapping[int, float]) -> "Costs":
+        """Of a model that drafts, some of whose passes are one call (`Profile.chained`)."""
+        if not chained:
+            return Costs.of(time)
+        rows = sorted(set(chained) - {0})
+        passes = np.interp(range(rows[-1] + 1), rows, [chained[count] for count in rows]).tolist()
+        wider = [passes[-1] + seconds - time.linear[rows[-1]] for seconds in time.linear[rows[-1] + 1 :]]
+        return Costs(passes + wider, 0.0, time.decode_context, chained[0])
+
     def scaled(self, share: float) -> "Costs":
         """Those of a part of the model."""
-        return Costs([share * seconds for seconds in self.linear], share * self.token, share * self.context)
+        linear = [share * seconds for seconds in self.linear]
+        return Costs(linear, share * self.token, share * self.context, share * self.once)
+
+    @property
+    def drafting(self) -> "Costs":
+        """As `choose` takes those of drafting: in the place of no tokens stands what it takes beside its passes."""
+        return replace(self, linear=[self.once, *self.linear[1:]])
 
 
 class Lookahead:
@@ -103,7 +120,7 @@ class Lookahead:
 
     def __init__(self, target: Costs, draft: Costs | None) -> None:
         """`draft`: None where drafting costs nothing to speak of (n-grams)."""
-        self._target, self._draft = _array(target), _array(draft or Costs([0.0]))
+        self._target, self._draft = _array(target), _array((draft or Costs([0.0])).drafting)
         self.times = Times()
         self.spare = np.zeros(2)  # seconds that tries may cost: of drafts or none, and of other widths
         self._begun = False
@@ -356,6 +373,8 @@ def _best(  # type: ignore[no-untyped-def]
                     late += missed
                     owed += last + missed * min(1.0, (1 + more) / _to_come(numbers[slot]))
             seconds = slower[1] * draft_context * draft_read
+            if passes[0] > 0:
+                seconds += slower[0] * draft_linear[0]
             for j in range(deepest):
                 if passes[j] > 0:
                     seconds += slower[min(j, 1)] * _seconds(draft_linear, draft_token, 0.0, passes[j], 0)
@@ -436,7 +455,8 @@ def choose(  # type: ignore[no-untyped-def]
             numbers[slot, HELD_BACK] = UNPAID
         if survival[i, 0] > 0 and unread[slot] > 1 and plain_s <= goal < np.inf:
             some = caught_up + unread[slot] - 1
-            once = _seconds(draft_linear, draft_token, 0.0, decodes, 0) + _reading(draft_linear, decodes, some)
+            once = draft_linear[0] + _seconds(draft_linear, draft_token, 0.0, decodes, 0)
+            once += _reading(draft_linear, decodes, some)
             if plain_s + slower[0] * once > goal:
                 survival[i] = 0.0
                 numbers[slot, HELD_BACK] = BY_TIME
@@ -525,7 +545,7 @@ def expected(  # type: ignore[no-untyped-def]
     again = read * (width - drafted.shape[0]) / drafted.shape[0]
     first, further = 0.0, 0.0
     if passes[0] > 0:
-        first = _seconds(draft_linear, draft_token, 0.0, passes[0], 0)
+        first = draft_linear[0] + _seconds(draft_linear, draft_token, 0.0, passes[0], 0)
         first += _reading(draft_linear, passes[0], max(0, unread - passes[0]))
     for some in passes[1:]:
         if some > 0:

@@ -177,7 +177,7 @@ def drafting(group: SimulatedGroup, batch: Batch) -> float:
     unread = sum(group.config.lookahead().unread[slot] for *_, slot in drafted)
     arrays = (
         (np.array(one.linear), one.token, one.context)
-        for one in (Costs.of(group.step_time), own.costs or Costs([0.0]))
+        for one in (Costs.of(group.step_time), (own.costs or Costs([0.0])).drafting)
     )
     counts, read = np.array([k for _, k, _ in drafted], np.uint8), sum(start for start, *_ in drafted)
     return sum(expected(counts, int(unread), read, *(value for one in arrays for value in one))[:2])
