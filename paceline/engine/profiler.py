@@ -87,8 +87,8 @@ def profile(
 
 def chained(runner: ModelRunner, max_batch: int) -> dict[int, float]:
     """`Profile.chained`, where passes of this model can be one call."""
-    chain = runner.device == "cpu" and chain_of(runner.decoder, runner.cache, np.zeros(1, np.int64))
-    if not chain or runner.peers:
+    chain = chain_of(runner.decoder, runner.cache, np.zeros(1, np.int64))
+    if chain is None:
         return {}
     size, found = runner.info.block_size, dict[int, float]()
     for rows in CHAINED:

@@ -42,7 +42,8 @@ class KnownEngine:
 
     def __init__(self, num_blocks: int = 400, block_size: int = 16, context: int = 1024) -> None:
         self.info = EngineInfo(num_blocks, block_size, 1000, 1000, 3000, context, vocab_size=100)
-        self.decoder = SimpleNamespace(config=ModelConfig.load(CODER), device="cpu", dtype=torch.float32)
+        config = ModelConfig.load(CODER)
+        self.decoder = SimpleNamespace(config=config, device="cpu", dtype=torch.float32, embedding=None)
         self.cache = SimpleNamespace(token_bytes=100)
         self.rng = Random(1)
         self.known: dict[int, int] = {}
@@ -126,3 +127,8 @@ def test_a_real_engine_is_profiled(tmp_path):
     assert 0 < profile.floor <= profile.step_time.seconds(StepShape().add(0, 48, True))
     assert list(profile.widths) == sorted(profile.widths) and min(profile.widths.values()) > 0
     assert not runner.sequences
+    passes = [seconds for rows, seconds in profile.chained.items() if rows]
+    assert not profile.chained or (sum(passes) > 0 and max(passes) < profile.step_time.linear[-1])
+    assert list(profile.chained) in ([], [1, 0, 2, 4]), "as many sequences as there is room for"
+    runner.decoder.embedding = None  # as where the table stays in its file
+    assert profiler.chained(runner, 8) == {}

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.core.batch import FOLLOWED, FOLLOWED_OF, StepShape
 from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT, SamplingParams
+from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import REST, Costs, Lookahead, expected
 from paceline.speculation.times import drafting_of
 
@@ -71,6 +72,28 @@ def test_one_request_drafts_what_the_formula_says(acceptance, costs, best):
     for cost, most in zip(costs, best, strict=True):
         lookahead = taught(Lookahead(FLAT, Costs([cost] * 600)), acceptance)
         assert abs(chosen(lookahead, 1)[0] - most) <= 1
+
+
+def test_what_drafting_costs_once_is_paid_by_longer_drafts():
+    """As much in all as passes alone for four tokens: drafts are longer then. Where it costs too much nobody drafts."""
+    length = {
+        once: chosen(taught(Lookahead(rising(1.0, 0.02), Costs([cost] * 600, once=once)), 0.8), 1)[0]
+        for once, cost in ((0.0, 0.1), (0.32, 0.02), (9.0, 0.02))
+    }
+    assert length[0.32] > length[0.0] > length[9.0] == 0
+    lookahead = Lookahead(FLAT, Costs([0.25] * 600, once=0.5))
+    first, further, _ = expected(np.array([3, 1], np.uint8), 2, 0, *lookahead._target, *lookahead._draft)
+    assert (first, further) == (0.75, 0.5)
+
+
+def test_costs_of_drafts_in_one_call():
+    """Between the numbers of sequences that were measured on a line, beyond them as other passes."""
+    time = StepTime(tuple(1.0 + n / 10 for n in range(7)), 0.5, 0.25, 0.01, 0.0, 0.0, 0.0)
+    assert Costs.of_drafts(time, {}) == Costs.of(time)
+    costs = Costs.of_drafts(time, {0: 0.7, 1: 0.1, 2: 0.2, 4: 0.6})
+    assert costs.linear == pytest.approx([0.1, 0.1, 0.2, 0.4, 0.6, 0.7, 0.8])
+    assert (costs.token, costs.context, costs.once) == (0.0, 0.01, 0.7)
+    assert costs.scaled(0.5).once == 0.35 and costs.drafting.linear[0] == 0.7
 
 
 def test_a_batch_whose_rows_cost_drafts_less():
