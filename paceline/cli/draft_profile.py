@@ -1,10 +1,10 @@
 """`paceline profile --speculation`: which draft, and how many tokens of it, for one request at a time on this machine.
 
 Three things decide (Leviathan et al., 2023; Chen et al., 2023): how often drafted tokens are accepted, place by place;
-what drafting one costs, c, in steps of the target; and how much longer a step of n tokens takes than one of 1, T(n).
-The speed-up of K tokens is then predicted as (1 + survivals of K places) / (K c + T(K + 1) / T(1)), on average over the
-lengths that drafts have (n-grams often have nothing). Some K, among them the best, are measured against no drafts, by
-turns.
+what drafting one costs, c, in steps of the target, and the first of a step more; and how much longer a step of n tokens
+takes than one of 1, T(n). The speed-up of K tokens is then predicted as (1 + survivals of K places) / (K c + T(K + 1) /
+T(1)), on average over the lengths that drafts have (n-grams often have nothing). Some K, among them the best, are
+measured against no drafts, by turns.
 """
 
 import inspect
@@ -66,7 +66,7 @@ class DraftResult:
     quantization: str | None
     temperature: float
     acceptance: float  # of tokens whose predecessors stayed
-    cost: float  # of a drafted token
+    cost: float  # of a drafted token, at the best K
     widths: dict[int, float]  # T(n) / T(1)
     predicted: dict[int, float]  # speed-up by K
     sweep: dict[int, float]  # measured speed-up by K
@@ -129,8 +129,9 @@ def measure(
         steps = step_seconds(runner, range(1, DEEPEST + 2))
         widths = {n: seconds / steps[1] for n, seconds in steps.items()}
         progress()
-        cost = seen.draft_seconds / max(1, seen.drafted) / steps[1]
-        predicted = {depth: predict(seen, depth, cost, widths) for depth in range(1, DEEPEST + 1)}
+        costs = draft_costs(run(runner, texts, 1, temperature), seen, steps[1])
+        progress()
+        predicted = {depth: predict(seen, depth, costs, widths) for depth in range(1, DEEPEST + 1)}
         best = max(predicted, key=lambda depth: predicted[depth])
         sweep: dict[int, float] = {}
         ratios = []
@@ -146,21 +147,30 @@ def measure(
         sweep[best] = median(ratios)
         acceptance = float(seen.kept.sum() / max(1, seen.tried.sum()))
         name = draft.drafter, draft.quantization
-        yield DraftResult(*name, temperature, acceptance, cost, widths, predicted, sweep, sweep[best])
+        yield DraftResult(*name, temperature, acceptance, costs[best] / best, widths, predicted, sweep, sweep[best])
 
 
 def stages(rounds: int) -> int:
-    return 2 + 2 * rounds + len(SWEEP)
+    return 3 + 2 * rounds + len(SWEEP)
 
 
-def predict(seen: Counts, depth: int, cost: float, widths: dict[int, float]) -> float:
+def draft_costs(short: Counts, long: Counts, step: float) -> list[float]:
+    """Of drafts by their length, from none to `DEEPEST`, in steps of so many seconds: from what those of one token
+    took, and those of all lengths."""
+    first = short.draft_seconds / max(1, short.drafted)
+    drafts = int(long.lengths[1:].sum())
+    further = max(0.0, long.draft_seconds - first * drafts) / max(1, long.drafted - drafts)
+    return [0.0, *((first + further * more) / step for more in range(DEEPEST))]
+
+
+def predict(seen: Counts, depth: int, costs: list[float], widths: dict[int, float]) -> float:
     """The speed-up of at most `depth` drafted tokens, from what was seen with `DEEPEST`."""
     survival = np.cumprod((seen.kept + 0.5) / (seen.tried + 1))
     tokens = seconds = 0.0
     for length, count in enumerate(seen.lengths.tolist()):
         some = min(length, depth)
         tokens += count * float(1 + survival[:some].sum())
-        seconds += count * (some * cost + widths[some + 1])
+        seconds += count * (costs[some] + widths[some + 1])
     return tokens / seconds
 
 

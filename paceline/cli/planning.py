@@ -27,7 +27,7 @@ from paceline.engine.config import ModelConfig, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.host import device_bytes
 from paceline.latency.profile import Profile
-from paceline.latency.step_time import StepTime, interference
+from paceline.latency.step_time import StepTime, interference, of_width
 from paceline.latency.texts import TextTimes
 from paceline.placement.problem import Problem
 from paceline.placement.tables import ModelTable, ShapeTable, from_layers
@@ -201,7 +201,8 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: Li
                 f"speculation.drafter: {drafting.model} has no profile on this machine; run `paceline profile "
                 f"{drafting.model} --quantization {quantization}` first"
             )
-        draft = replace(draft, step_time=draft.step_time.paced(live.paces))
+        chained = {count: seconds * of_width(live.paces, max(1, count)) for count, seconds in draft.chained.items()}
+        draft = replace(draft, step_time=draft.step_time.paced(live.paces), chained=chained)
     cost = costs(drafting, path, entry.quantization, model.step_time, draft)
     return replace(model, drafts=SimulatedDrafts(drafting.max_draft_tokens, rate, cost, drafting.adaptive))
 

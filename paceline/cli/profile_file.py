@@ -48,6 +48,7 @@ class ModelEntry(msgspec.Struct):
     error: Any = None
     noise: Any = None
     widths: Any = None
+    chained: Any = {}
 
     def measured(self) -> Profile | None:
         """What `paceline profile` wrote of a model with steps; None where some of it is missing. Raises ValueError."""

@@ -122,7 +122,7 @@ def test_the_first_worker_has_room_for_what_it_drafts_by(tmp_path):
         ("builtin:coder-draft", Parallel(), draft, "int8"), ("builtin:coder-draft", two, draft, "int8"),
         ("early_exit", two, first, "none"),
     ):  # fmt: skip
-        weights = beside.weight_bytes(quantization)
+        weights = beside.weight_bytes(quantization) + beside.table_bytes
         known, held = model(other), config.kv_bytes_per_token() / parallel.devices
         held += beside.kv_bytes_per_token(quantization)
         assert weight_bytes(known, parallel) == weight_bytes(alone, parallel) + weights

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.batching.budget import GoalBudget
 from paceline.cli import fleet_file, profile_cache
-from paceline.cli.draft_profile import Counts, DraftResult, advice, predict
+from paceline.cli.draft_profile import Counts, DraftResult, advice, draft_costs, predict
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.goals import goal_budget
@@ -283,5 +283,16 @@ def test_what_a_drafter_is_worth_that_often_finds_nothing():
     lengths = np.array([8, 0, 0, 0, 2, 0, 0, 0, 0])
     many = np.full(8, 10**6)
     seen = Counts(1.0, 0.0, 1, many, many, lengths)
-    assert predict(seen, 4, 0.0, widths) == pytest.approx((8 + 2 * 5) / (8 + 2 * 1.4), rel=1e-4)
-    assert predict(seen, 1, 0.05, widths) == pytest.approx((8 + 2 * 2) / (8 + 2 * 1.15), rel=1e-4)
+    assert predict(seen, 4, 9 * [0.0], widths) == pytest.approx((8 + 2 * 5) / (8 + 2 * 1.4), rel=1e-4)
+    costs = [0.05 * n for n in range(9)]
+    assert predict(seen, 1, costs, widths) == pytest.approx((8 + 2 * 2) / (8 + 2 * 1.15), rel=1e-4)
+
+
+def test_the_first_token_of_a_draft_costs_more():
+    """A draft takes 0.3 s, and 0.1 more for each token behind the first; a step of the target two."""
+    short = Counts(1.0, 5 * 0.3, 1, np.ones(8), np.ones(8), np.array([2, 5, *7 * [0]]))
+    some = np.array([3, 0, 0, 1, *4 * [0], 4])
+    long = replace(short, draft_seconds=4 * (0.3 + 7 * 0.1) + 0.3 + 2 * 0.1, lengths=some)
+    assert draft_costs(short, long, 2.0) == pytest.approx([0.0, *(0.15 + 0.05 * n for n in range(8))])
+    nothing = replace(short, draft_seconds=0.0, lengths=np.zeros(9, np.int64))
+    assert draft_costs(nothing, nothing, 2.0) == 9 * [0.0]
