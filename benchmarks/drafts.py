@@ -4,6 +4,8 @@
 each drafter, temperature and number of drafted tokens, by turns. The trigram table is of the training files.
 `verdict`: the acceptance step alone (log-probabilities of target rows, the rule, last tokens) at a vocabulary of 32,768
 with 16 requests and 4 drafted tokens each, over a step of the target with as many rows.
+`one_call`: a dialled pair of the 55M shape, one request at a time at temperature 1, whose drafts are one call, and pass by
+pass: speed-ups over no drafts, and what a drafted token takes.
 `served`: the built-in model behind a server, where as many tokens are drafted as pay, which are few: streams that go on
 from held-out text at temperature 1, the sum of their tokens/s over that of those without a drafter, by turns in random
 order. Two groups have none: what they differ by says what these figures are good for.
@@ -24,6 +26,7 @@ import torch
 
 from benchmarks.async_steps import streams
 from benchmarks.checkpoints import checkpoint
+from benchmarks.dialled import Dial, pair
 from benchmarks.http_streams import ready
 from benchmarks.plots import figure
 from paceline.cli.draft_profile import prompts
@@ -36,7 +39,8 @@ from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
 from scripts.builtin_models.data import read_corpus
 
-CASES = ["builtin", "verdict", "served"]
+CASES = ["builtin", "verdict", "one_call", "served"]
+EPSILONS, LENGTHS, TEXTS = (0.106, 0.049), (0, 2, 4, 6), 4  # accept 60 and 80 %
 SERVED = {"none": "none", "none again": "none", "model": "builtin:coder-draft", "n-gram": "ngram"}
 STREAMS, TURNS = (1, 4, 16), 20
 TEMPERATURES, DEPTHS, ROUNDS = (0.0, 0.8, 1.0), (1, 2, 4), 2
@@ -44,7 +48,7 @@ VOCABULARY, REQUESTS, DRAFTED, SCATTER = 32_768, 16, 4, 0.5
 
 
 def run(case: str) -> dict:
-    return {"builtin": builtin, "verdict": verdict, "served": served}[case]()
+    return {"builtin": builtin, "verdict": verdict, "one_call": one_call, "served": served}[case]()
 
 
 def held_out_tokens(files: list) -> list[int]:
@@ -101,7 +105,7 @@ def builtin() -> dict:
         text.write_text("\n".join(file.text for file in files if not file.held_out and not file.is_test))
         model = str(BUILTIN / "coder-draft")
         names = {"n-gram": "ngram", "trigram": f"trigram:{text}", "early exit": "early_exit", "model": model,
-                 "model in int8": model, "model, one level": model, "n-gram, else model": f"ngram+{model}"}  # fmt: skip
+                 "model in int8": model, "model, pass by pass": model, "n-gram, else model": f"ngram+{model}"}  # fmt: skip
         options = dict(max_batch_tokens=256, max_batch=1, num_blocks=64)
         runners = {
             name: ModelRunner.load(
@@ -109,7 +113,7 @@ def builtin() -> dict:
             )
             for name, drafter in names.items()
         }
-    runners["model, one level"].drafter.guess = None
+    runners["model, pass by pass"].drafter.model.chain = None
     result: dict = {"held_out_files": sum(file.held_out for file in files), "requests": len(texts)}
     for temperature in TEMPERATURES:
         seconds: dict[tuple[str, int], list[float]] = {}
@@ -144,6 +148,40 @@ def builtin() -> dict:
             ax.set(xlabel="drafted tokens K", ylabel="speed-up", title=f"held-out Python, T = {temperature:g}")
         axes[0].legend(fontsize="small")
     return result
+
+
+def one_call() -> dict:
+    target, draft = pair("small", 1)
+    options = dict(max_batch_tokens=256, max_batch=1, num_blocks=64, context=1024)
+    runners = {
+        name: ModelRunner.load(target, drafter=str(draft), draft_quantization="int8", **options)
+        for name in ("one call", "pass by pass")
+    }
+    assert runners["one call"].drafter.model.chain is not None
+    runners["pass by pass"].drafter.model.chain = None
+    dial, random, found = Dial(list(runners.values()), 1), Random(3), {}
+    texts = [random.choices(range(300, VOCABULARY // 2), k=96) for _ in range(TEXTS)]
+    for epsilon in EPSILONS:
+        dial.turn(epsilon)
+        seen: dict[tuple[str, int], list] = {}
+        for turn in range(2 * ROUNDS + 1):  # the first to warm up
+            for name, runner in runners.items():
+                for depth in LENGTHS:
+                    counts = decode(runner, texts, depth, 1.0)
+                    if turn:
+                        seen.setdefault((name, depth), []).append(counts)
+        for name in runners:
+            rows = {}
+            for depth in LENGTHS[1:]:
+                some, none = seen[name, depth], seen[name, 0]
+                rows[f"K={depth}"] = {
+                    "speed_up": round(median(a.per_token / b.per_token for a, b in zip(none, some, strict=True)), 3),
+                    "accepted": round(float(some[0].kept.sum() / max(1, some[0].tried.sum())), 3),
+                    "draft_ms_per_token": round(1e3 * median(one.draft_seconds / one.drafted for one in some), 3),
+                }
+            found.setdefault(f"epsilon {epsilon}", {})[name] = rows
+            print(f"  {epsilon}, {name}: {rows}", flush=True)
+    return found
 
 
 def verdict(shape: str = "qwen2.5-0.5b") -> dict:
