@@ -4,8 +4,8 @@
 each drafter, temperature and number of drafted tokens, by turns. The trigram table is of the training files.
 `verdict`: the acceptance step alone (log-probabilities of target rows, the rule, last tokens) at a vocabulary of 32,768
 with 16 requests and 4 drafted tokens each, over a step of the target with as many rows.
-`one_call`: a dialled pair of the 55M shape, one request at a time at temperature 1, whose drafts are one call, and pass by
-pass: speed-ups over no drafts, and what a drafted token takes.
+`one_call`: a dialled pair of the 55M shape, one request at a time at temperature 1, whose drafts are one call, and pass
+by pass: speed-ups over no drafts, and what a drafted token takes.
 `served`: the built-in model behind a server, where as many tokens are drafted as pay, which are few: streams that go on
 from held-out text at temperature 1, the sum of their tokens/s over that of those without a drafter, by turns in random
 order. Two groups have none: what they differ by says what these figures are good for.
@@ -104,8 +104,10 @@ def builtin() -> dict:
         text = Path(folder) / "training.txt"
         text.write_text("\n".join(file.text for file in files if not file.held_out and not file.is_test))
         model = str(BUILTIN / "coder-draft")
-        names = {"n-gram": "ngram", "trigram": f"trigram:{text}", "early exit": "early_exit", "model": model,
-                 "model in int8": model, "model, pass by pass": model, "n-gram, else model": f"ngram+{model}"}  # fmt: skip
+        names = {
+            "n-gram": "ngram", "trigram": f"trigram:{text}", "early exit": "early_exit", "model": model,
+            "model in int8": model, "model, pass by pass": model, "n-gram, else model": f"ngram+{model}",
+        }  # fmt: skip
         options = dict(max_batch_tokens=256, max_batch=1, num_blocks=64)
         runners = {
             name: ModelRunner.load(
