@@ -197,10 +197,16 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
-def watched(function: F) -> F:
-    """A function that Numba compiles when first called and keeps: it notices changes in all that it is made of."""
-    function._cache._cache_file._source_stamp = _stamp(*_made_of(function.py_func))
-    return function
+def watched(signature: Any) -> Callable[[F], F]:
+    """Has a function that Numba keeps compiled when it is imported, and anew after changes in any of what it is made of
+    (parts that are in its own file are not to be kept)."""
+
+    def decorate(function: F) -> F:
+        function._cache._cache_file._source_stamp = _stamp(*_made_of(function.py_func))
+        function.compile(signature)
+        return function
+
+    return decorate
 
 
 @part

@@ -87,7 +87,7 @@ class Chain:
             own_space, threads, np.array([sum(most > k for most in passes) for k in range(passes[0])]),
             np.array([(link.start, len(link.given) - 1, link.place) for link in some]), fed, tables, self.table,
             self.turns, self.head, logits.numpy(), np.array([link.stream for link in some], np.uint64),
-            np.array([link.numbers for link in some]), self.whole, drawn, self.seen,
+            np.array([link.numbers for link in some], np.float64), self.whole, drawn, self.seen,
         )  # fmt: skip
         found: list[tuple[list[int], Tensor | None]] = [([], None)] * rows
         for row, (i, link) in enumerate(zip(order, some, strict=True)):

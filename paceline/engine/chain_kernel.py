@@ -1,15 +1,19 @@
 """The kernel of `chain`: a decoder's passes over single tokens, each fed what the one before drew."""
 
 import numpy as np
-from numba import carray, njit, prange
+from numba import carray, njit, prange, types
 
 from paceline.compiled import watched
 from paceline.engine.addresses import floats, longs
 from paceline.engine.kernels import (
     BLOCK,
     DIMS,
+    F32,
     HIDDEN,
+    I64,
     KV_HEADS,
+    LONGS_1D,
+    LONGS_2D,
     ROW_COUNT,
     ROW_LONGEST,
     SIZE_,
@@ -25,10 +29,15 @@ from paceline.engine.kernels import (
 )
 from paceline.engine.sample_kernels import draw_some, some_log_probs
 
+_TABLE, _NUMBERS = types.float32[:, ::1], types.float64[:, ::1]
+SIGNATURE = types.void(
+    F32, LONGS_2D, LONGS_1D, LONGS_2D, LONGS_2D, LONGS_1D, LONGS_1D, I64, I64, LONGS_1D, LONGS_2D, LONGS_2D, LONGS_2D,
+    _TABLE, _TABLE, LONGS_1D, types.float32[:, :, ::1], types.uint64[::1], _NUMBERS, _NUMBERS, LONGS_2D, LONGS_2D,
+)  # fmt: skip
 START, FIRST, PLACE, FIELDS = range(4)  # of a sequence: first position, the first pass that draws, its noise
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _feed(k, rows, shape, plans, buffers, lines, fed, drawn, tables, table, turns, seen):
     """What the layers work on in pass k: the token of each sequence, where it lies, and what it sees."""
     hidden, dims, kv_heads, size = shape[HIDDEN], shape[DIMS], shape[KV_HEADS], shape[SIZE_]
@@ -53,7 +62,7 @@ def _feed(k, rows, shape, plans, buffers, lines, fed, drawn, tables, table, turn
         plans[w, ROW_LONGEST] = min(longest, plans[w, WINDOW]) if plans[w, WINDOW] else longest
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _some(
     t, threads, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table, turns,
     head, logits, streams, numbers, whole, drawn, seen,
@@ -87,7 +96,7 @@ def _some(
         turn = wait(gate, turn, threads)
 
 
-@watched
+@watched(SIGNATURE)
 @njit(nogil=True, cache=True, parallel=True)
 def run(
     eps, layers, shape, plans, chunks, every, buffers, own_space, threads, counts, lines, fed, tables, table, turns,
