@@ -10,6 +10,8 @@ prompts that were not followed, preemption and prefixes found in the cache.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,18 +29,25 @@ from paceline.engine.model import Decoder
 from paceline.engine.rope import Rotations
 from paceline.engine.vocabulary import SharedVocabulary
 
-try:
-    with one_process_at_a_time():
-        from paceline.engine.chain import Chain
-except (ImportError, ValueError):  # as in `linear`
-    Chain = None
 
-
-def chain_of(decoder: Decoder, cache: KVCache | PagedCache, progress: np.ndarray) -> Chained | None:
-    """None: its passes have to be asked for one by one."""
-    if Chain is None or decoder.device != "cpu" or decoder.config.max_context > Rotations.KEPT:
+@cache
+def chains() -> Any:
+    """`chain.Chain`, whose kernel is compiled, or read from where Numba keeps it, when it is first asked for; None on
+    processors that it cannot run on."""
+    try:
+        with one_process_at_a_time():
+            from paceline.engine.chain import Chain
+    except (ImportError, ValueError):  # as in `linear`
         return None
-    return Chain.of(decoder, cache, progress)
+    return Chain
+
+
+def chain_of(decoder: Decoder, pool: KVCache | PagedCache, progress: np.ndarray) -> Chained | None:
+    """None: its passes have to be asked for one by one."""
+    if decoder.device != "cpu" or decoder.config.max_context > Rotations.KEPT:
+        return None
+    chain = chains()
+    return chain and chain.of(decoder, pool, progress)  # type: ignore[no-any-return]
 
 
 class DecoderModel:

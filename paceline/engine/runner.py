@@ -24,7 +24,7 @@ from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, 
 from paceline.engine.attention import SliceSpan
 from paceline.engine.begun import NO_DISTRIBUTION, Begun
 from paceline.engine.config import ModelConfig
-from paceline.engine.draft_models import DecoderModel, DraftModel
+from paceline.engine.draft_models import DecoderModel, DraftModel, chains
 from paceline.engine.drafters import Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel, most_kept
 from paceline.engine.gpu import PagedCache
 from paceline.engine.grammar import Grammars
@@ -131,6 +131,8 @@ class ModelRunner:
         for part, kind in kinds:
             if part.layers:
                 _warm_up(part.config, block_size, device, kv_dtype(kind))
+        if device == "cpu" and (models.drafts.kind == "early_exit" or len(models.parts) > 1):
+            chains()
         config, drafts = models.configs[0], models.drafts
         grammars = Grammars(models.tokenizer, config.vocab_size, config.eos_ids)
         info = load_plan.plan(
