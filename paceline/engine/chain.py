@@ -1,7 +1,7 @@
 """Passes of a small decoder over single tokens, each behind the token that the one before drew, in one call.
 
 A draft model's pass can take less time than asking for it: of 0.5 ms from one drafted token of the built-in pair to the
-next its layers took 0.03. So what a step drafts is one call of compiled code: embeddings, layers, head,
+next all that it computes takes 0.02. So what a step drafts is one call of compiled code: embeddings, layers, head,
 log-probabilities and draws with the noise of their places, as `drafters.TokenByToken` has them one by one.
 """
 
