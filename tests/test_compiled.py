@@ -21,6 +21,23 @@ def doubled(x):
 
 double = entry(I64, I64)(doubled)
 """
+FACTOR = """
+from numba import njit
+
+@njit
+def factor():
+    return {factor}
+"""
+KEPT = """
+from numba import int64, njit
+from kept_factor import factor
+from paceline.compiled import watched
+
+@watched(int64(int64))
+@njit(cache=True)
+def times(x):
+    return factor() * x
+"""
 
 
 def test_an_index_that_nobody_can_read_is_thrown_away(tmp_path):
@@ -35,6 +52,17 @@ def test_an_index_that_nobody_can_read_is_thrown_away(tmp_path):
 def test_what_was_compiled_of_an_older_file_is_compiled_anew(tmp_path):
     imported(tmp_path, 2)
     assert imported(tmp_path, 30).double(4) == 120
+
+
+def test_what_numba_keeps_is_compiled_anew_after_changes_in_another_file(tmp_path):
+    def kept(factor: int):
+        module(tmp_path, "kept_factor", FACTOR.format(factor=factor))
+        return module(tmp_path, "kept", KEPT).times
+
+    assert kept(2)(4) == 8
+    again = kept(2)
+    assert again(4) == 8 and again.stats.cache_hits
+    assert kept(30)(4) == 120
 
 
 def test_a_kind_with_other_fields_is_another():
@@ -56,8 +84,15 @@ def test_entry_points_know_the_files_of_the_arrays_that_they_work_on():
 
 
 def imported(folder: Path, factor: int):
-    (folder / "double.py").write_text(SOURCE.format(factor=factor))
-    spec = importlib.util.spec_from_file_location("double", folder / "double.py")
-    sys.modules["double"] = module = importlib.util.module_from_spec(spec)
+    return module(folder, "double", SOURCE.format(factor=factor))
+
+
+def module(folder: Path, name: str, source: str):
+    """Imported anew; a file that would stay as it is is not written."""
+    path = folder / f"{name}.py"
+    if not path.exists() or path.read_text() != source:
+        path.write_text(source)
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -29,13 +29,8 @@ class Chain:
         self.decoder, self.cache, self.progress, config = decoder, cache, progress, decoder.config
         self.table, self.turns = decoder.embedding.table.numpy(), decoder.rotations.up_to(1)
         self.head = np.array([decoder.norm.weight.data_ptr(), *decoder.head.addresses, config.vocab_size], np.int64)
-        self.layers = decoder.addresses.copy()
-        self.layers[:, kernels.LAYER_KEYS : kernels.LAYER_VALUES + 1] = cache.address_table
+        self.layers, self.shape = decoder.lines(cache)
         queries, pad = config.heads * config.head_dim, kernels.LINE // 4
-        self.shape = np.array((
-            config.hidden, config.intermediate, config.heads, config.kv_heads, config.head_dim, cache.block_size,
-            cache.element,
-        ))  # fmt: skip
         self.windows = [window or 0 for window in sorted(set(config.windows), key=lambda window: window or 0)]
         self.products, self.widest = config.weight_bytes("int8"), max(config.hidden, config.intermediate, queries)
         # floats of a row: hidden state, turns, rows written, heads, what they attend to, between the linear layers

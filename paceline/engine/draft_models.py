@@ -111,7 +111,7 @@ class DraftModel(TokenByToken):
             sequence = job.sequence
             begin = sequence.num_followed = min(sequence.num_followed, job.work.start)
             wanted = job.undrafted or (follows(self.idle) and job.end - job.work.start > 1)
-            if not wanted or sequence.params.max_draft_tokens == 0 or not self._within_context(job.end):
+            if not wanted or sequence.params.max_draft_tokens == 0 or job.end > self.model.max_context:
                 continue
             length = min(job.end - begin, room)
             guess = self._guesses(job, room - length) if job.undrafted and length == job.end - begin else []

@@ -187,15 +187,14 @@ class TokenByToken:
         return left
 
     def _link(self, part: Part) -> Link:
-        job, done = part.job, len(part.job.draft)
-        draws = min(job.work.num_draft - done, self.model.max_context + 1 - job.end - done)
+        sequence = part.job.sequence
         return Link(
-            part.start, part.tokens, draws, job.sequence.blocks, *_noise(job, 0), job.sequence.state.numbers
+            part.start, part.tokens, self._room(part.job), sequence.blocks, *_noise(part.job, 0), sequence.state.numbers
         )  # fmt: skip
 
     def _first(self, jobs: Seq[Job]) -> list[Part]:
         """What a round begins with: the last known token of each sequence that is to be drafted for."""
-        return [self._behind(job) for job in jobs if job.undrafted and self._within_context(job.end)]
+        return [self._behind(job) for job in jobs if job.undrafted and self._room(job) > 0]
 
     def _ready(self, parts: list[Part]) -> Iterator[tuple[Part, int]]:
         """Those of which the next token can be drawn, and the row of its distribution behind all guesses."""
@@ -209,20 +208,19 @@ class TokenByToken:
 
     def _guesses(self, job: Job, most: int) -> list[int]:
         """Tokens that may be drafted next, without the last one of a draft: nothing needs what follows that."""
-        done = len(job.draft)
-        most = min(most, job.work.num_draft - done - 1, self.model.max_context - job.end - done)
-        sequence = job.sequence
+        done, most, sequence = len(job.draft), min(most, self._room(job) - 1), job.sequence
         if self.guess is None or most < 1 or not sequence.state.greedy or sequence.params.json_schema:
             return []  # drawn at random it is seldom right; a grammar may forbid it
         known = np.frombuffer(sequence.tokens, np.int64)
         return self.guess(np.concatenate([known, job.draft]) if done else known, most)
 
     def _goes_on(self, job: Job) -> bool:
-        count, ended = len(job.draft), job.draft[-1] in job.sequence.stops
-        return not ended and count < job.work.num_draft and self._within_context(job.end + count)
+        return job.draft[-1] not in job.sequence.stops and self._room(job) > 0
 
-    def _within_context(self, tokens: int) -> bool:
-        return tokens <= self.model.max_context
+    def _room(self, job: Job) -> int:
+        """Tokens that may still be drafted: the model reads all but the last within its context."""
+        done = len(job.draft)
+        return min(job.work.num_draft - done, self.model.max_context + 1 - job.end - done)
 
     def _draw(self, ready: list[tuple[Part, int]], rows: Tensor) -> list[Job]:
         """A token more for each, and further ones as far as guesses are right; those that may go on.

@@ -187,6 +187,17 @@ class Decoder:
             lines.append(line)
         return np.array(lines, np.int64)
 
+    def lines(self, cache: KVCache) -> tuple[np.ndarray, np.ndarray]:
+        """`layers` and `shape` of `kernels.decoder_layers` over this cache."""
+        assert self.addresses is not None
+        config, layers = self.config, self.addresses.copy()
+        layers[:, kernels.LAYER_KEYS : kernels.LAYER_VALUES + 1] = cache.address_table
+        shape = (
+            config.hidden, config.intermediate, config.heads, config.kv_heads, config.head_dim, cache.block_size,
+            cache.element,
+        )  # fmt: skip
+        return layers, np.array(shape)
+
     def forward(self, tokens: Tensor, plan: Plan, cache: KVCache | PagedCache, progress: np.ndarray) -> Tensor:
         """Token ids [tokens], on the host or the device, to hidden states [tokens, hidden] before the last norm, of the
         tokens that are read (`SliceSpan`); writes keys and values of all.
@@ -249,19 +260,14 @@ class Decoder:
         widths = (rows, sizes[0]), (rows, sizes[1] + pad), (min(rows, kernels.BLOCK), config.intermediate + pad)
         heads, mixed, inside = (torch.empty(count, width) for count, width in widths)
         space, own_space = kernels.spaces(rows, max(config.hidden, config.intermediate, sizes[1]), threads)
-        layers = self.addresses.copy()
-        layers[:, kernels.LAYER_KEYS : kernels.LAYER_VALUES + 1] = cache.address_table
+        layers, shape = self.lines(cache)
         plans, chunks = plan.lines()
         last_plans, last_chunks = plan.last.lines() if plan.last else (plans, chunks)
         kept = np.arange(rows) if plan.kept is None else plan.kept.numpy()
         tensors = (x, turns, plan.rows_written, heads, mixed, inside)
         memory = [*(tensor.data_ptr() for tensor in tensors), kernels.workspace(space), progress.ctypes.data]
-        shape = (
-            config.hidden, config.intermediate, config.heads, config.kv_heads, config.head_dim, cache.block_size,
-            cache.element,
-        )  # fmt: skip
         kernels.decoder_layers(
-            rows, config.norm_eps, layers, np.array(shape), plans, chunks, last_plans, last_chunks, kept,
+            rows, config.norm_eps, layers, shape, plans, chunks, last_plans, last_chunks, kept,
             np.array(memory), own_space, threads,
         )  # fmt: skip
         return x[: len(kept)]
