@@ -13,7 +13,9 @@ from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
 from paceline.speculation.lookahead import Costs, Lookahead
 
-TRIGRAMS = Costs([0.0], token=1e-4)  # about; what they really take is learnt
+# about, in seconds; what they really take is learnt
+TRIGRAMS, NGRAMS = Costs([0.0], token=1e-4), Costs([0.0, 0.0], once=3e-5)
+ASKING = 5e-5  # that choosing how much is drafted takes, and learning what became of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,18 @@ def lookahead(
     drafting: Drafting, path: Path, quantization: str, target: Profile, draft: Profile | None
 ) -> Callable[[], Lookahead]:
     """Makes what chooses how many tokens to draft for the model in `path`, by its profile and the draft model's."""
-    return partial(Lookahead, Costs.of(target.step_time), costs(drafting, path, quantization, target.step_time, draft))
+    drafts = costs(drafting, path, quantization, target.step_time, draft)
+    return partial(Lookahead, Costs.of(target.step_time), drafts, ASKING)
 
 
 def costs(
     drafting: Drafting, path: Path, quantization: str, target: StepTime, draft: Profile | None
 ) -> Costs | None:
-    """Of drafting for the model in `path`; None: nothing to speak of (n-grams)."""
+    """Of drafting for the model in `path`; None: nobody knows."""
     if drafting.drafter.kind == "trigram":
         return TRIGRAMS
+    if drafting.drafter.kind == "ngram":
+        return NGRAMS
     if drafting.drafter.kind == "early_exit":
         config = ModelConfig.load(path)
         part = config.first(config.exit_layers(drafting.early_exit_layers))

@@ -8,9 +8,9 @@ the place of certain progress, so under load nobody drafts, and without load as 
 SmartSpec (Liu et al., 2024) has one K for all requests.
 
 Acceptance is learnt per sequence and place in the draft: decaying counts, over those of all sequences of its kind in
-the group (about the same temperature), which decay slower, over what is believed of the place before. What is not tried
-is forgotten, too, and so is tried again now and then. How often a drafter has anything to offer (n-grams often do not)
-is learnt likewise. Times come from profiles of both models, and by how much real
+the group (about the same temperature), over what is believed of the place before. A sequence that has no drafts is
+forgotten, too, its kind is not: what nobody tries would seem ever better. How often a drafter has anything to offer
+(n-grams often do not) is learnt likewise. Times come from profiles of both models, and by how much real
 steps differ from them is learnt as well (`times`): drafting and verifying take more than two models alone (each finds
 the caches full of the other's weights, and there are verdicts to be made), and without that a draft that seems worth it
 makes things slower. It is learnt from steps with drafts next to steps without any. So what seems slower of both is
@@ -20,8 +20,8 @@ catch up first. That is an investment: it counts by the share that this step's t
 full in what a try costs and in the seconds within a goal. Prompts it follows while somebody drafts, and else seldom
 (`follows`). Drafts that are kept whole leave their last token to be read in the next step.
 
-Where nobody drafts, that holds for the next steps of the same sequences, too: the group rests. It is not asked again
-before a try could be paid for, and what such steps were is taken in at once.
+Where nobody drafts, that holds for the next steps of the same sequences, too: the group rests, since asking takes its
+time. It is not asked again before a try could be paid for, and what such steps were is taken in at once.
 
 A sequence's first draft is one token, those behind it may be longer by four for each token yielded: no long step
 follows a first token, and drafts that are no good show while they are short.
@@ -75,7 +75,7 @@ WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand
 TRIES, FIRST, SAVES = np.array([0.002, 0.001]), 5.0, 10.0
 ANSWER = 64  # tokens that a sequence is expected to yield in any case
 KEEPS, IDLE_KEEPS = 0.97, 0.93  # of a sequence's counts: with every try, and with every step without one
-GROUP_KEEPS = 0.999  # of the group's, with every step
+GROUP_KEEPS = 0.99  # of the group's, with every draft of its kind, and every time that one is asked for
 REST = 8  # steps of the same sequences that are not asked for, at most
 # survivals from which on tokens are drafted, to choose from; the first is none at all
 THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
@@ -118,9 +118,11 @@ class Costs:
 class Lookahead:
     """Chooses for a group; knows what became of drafts before. Slots are those of the group's table."""
 
-    def __init__(self, target: Costs, draft: Costs | None) -> None:
-        """`draft`: None where drafting costs nothing to speak of (n-grams)."""
-        self._target, self._draft = _array(target), _array((draft or Costs([0.0])).drafting)
+    def __init__(self, target: Costs, draft: Costs | None, asking: float = 0.0) -> None:
+        """`draft`: None where drafting costs nothing; `asking`: seconds that a step takes more for being asked for."""
+        draft = draft or Costs([0.0, 0.0])
+        self._target, self._draft = _array(target), _array(replace(draft, once=draft.once + asking).drafting)
+        self._asking = asking
         self.times = Times()
         self.spare = np.zeros(2)  # seconds that tries may cost: of drafts or none, and of other widths
         self._begun = False
@@ -167,7 +169,7 @@ class Lookahead:
         if self._rested:
             times = self.times
             wake(
-                self._rested, self._rested_s, self.rest, self.counts, self.group, self.unread, self.idle, self.spare,
+                self._rested, self._rested_s, self.rest, self.counts, self.unread, self.idle, self.spare,
                 times.mean, times.covariance,
             )  # fmt: skip
             self._rested, self._rested_s = 0, 0.0
@@ -226,6 +228,8 @@ class Lookahead:
         self._grow(1 + int(slots.max(initial=-1)))
         self._wake()
         times = self.times
+        if drafted.any():
+            seconds, draft_seconds = seconds + self._asking, draft_seconds + self._asking
         observe_seconds(
             slots, drafted, read, seconds, draft_seconds, self.unread, *self._target, *self._draft, times.mean,
             times.covariance, times.noise, self.spare, self._begun,
@@ -313,10 +317,9 @@ def rests(rest, running, pending):  # type: ignore[no-untyped-def]
     return rest[0] > 0 and pending == 0 and i == count
 
 
-@njit(types.void(_I64, _F64, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _FLOATS, _FLOATS, _TABLE), cache=True)
-def wake(steps, seconds, rest, counts, group, unread, idle, spare, mean, covariance):  # type: ignore[no-untyped-def]
+@njit(types.void(_I64, _F64, _INTS, _COUNTS, _INTS, _INTS, _FLOATS, _FLOATS, _TABLE), cache=True)
+def wake(steps, seconds, rest, counts, unread, idle, spare, mean, covariance):  # type: ignore[no-untyped-def]
     """Learns of so many steps at rest, which took so long: each yielded a token for each of the sequences."""
-    group *= GROUP_KEEPS**steps
     idle[0] += steps
     for i in range(rest[1]):
         counts[rest[2 + i]] *= IDLE_KEEPS**steps
@@ -349,16 +352,20 @@ def _best(  # type: ignore[no-untyped-def]
     found[:] = 0.0
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     for turn in range(3):
-        trial, deepest = 0, 1 if turn == 1 else depth
+        trial, deepest, below = 0, 1 if turn == 1 else depth, 2.0
         while trial < (MAX_DRAFT_TOKENS if turn == 1 else thresholds.shape[0]):
             least = threshold if turn == 1 else thresholds[trial]
+            if turn != 1 and below < least:
+                trial += 1  # it takes no token more than the last one
+                continue
             width, gained, draft_read, late, owed = decodes, 0.0, 0, 0, 0.0
             offered, none = 0.0, 1.0  # tokens that there should be drafts of; how likely there is no draft at all
-            passes[:] = 0
+            passes[:], below = 0, 0.0
             for i in range(running.shape[0]):
                 slot, more, last, before = running[i], 0.0, 0.0, width
                 for j in range(deepest):
                     if survival[i, j] < least:
+                        below = max(below, survival[i, j])
                         break
                     last = survival[i, j]
                     more += last
@@ -388,7 +395,7 @@ def _best(  # type: ignore[no-untyped-def]
             elif width > budget or took > goal:
                 if turn == 1 or deepest == 1:
                     break
-                deepest -= 1  # survivals may all be much alike: then no threshold takes only some
+                deepest, below = deepest - 1, 2.0  # survivals may all be much alike: no threshold takes only some then
                 continue
             chunk = min(pending, max(0, budget - width))
             if offered < width - decodes:  # not all will have a draft
@@ -479,7 +486,9 @@ def choose(  # type: ignore[no-untyped-def]
     if best[RATE] > plain:
         cost = plain_s * (1 - plain / best[RATE])
         if cost <= spare:
-            return 0.0, cost, 0.0
+            if pending == 0 and decodes == running.shape[0]:
+                _lie_down(rest, numbers, running, spare / max(cost, 1e-9 * plain_s) - 2)
+            return 0.0, cost * max(1, rest[0]), 0.0  # else who is asked for nothing would be asked in every step
         cost, rate = 0.0, best[RATE]
         second = found[np.where(found[:, RATE] < rate, found[:, RATE], 0.0).argmax()]
         if second[RATE] > 0 and _lost(second, rate) <= for_widths:
@@ -585,18 +594,20 @@ def observe_seconds(  # type: ignore[no-untyped-def]
 
 @njit(types.void(_ROW, _ROW, _ROW, _BYTES, _BYTES, _COUNTS, _COUNTS, _INTS, _INTS, _ROW), cache=True)
 def observe(slots, known, asked, drafted, emitted, counts, group, kinds, unread, idle):  # type: ignore[no-untyped-def]
-    group *= GROUP_KEEPS
     idle[0] = 0 if drafted.any() else idle[0] + 1
     for i in range(slots.shape[0]):
         slot = slots[i]
         if slot < 0:
             continue
-        counts[slot] *= KEEPS if asked[i] > 0 else IDLE_KEEPS
+        own, kind = counts[slot], group[kinds[slot]]
+        own *= KEEPS if asked[i] > 0 else IDLE_KEEPS
         if asked[i] > 0:
-            for some in (counts[slot], group[kinds[slot]]):
+            kind[:, MAX_DRAFT_TOKENS] *= GROUP_KEEPS
+            for some in (own, kind):
                 some[0, MAX_DRAFT_TOKENS] += drafted[i] > 0
                 some[1, MAX_DRAFT_TOKENS] += 1
         if drafted[i] > 0:
+            kind[:, :MAX_DRAFT_TOKENS] *= GROUP_KEEPS
             unread[slot] = 1 + (emitted[i] > drafted[i])  # where all stayed it has not seen the last of them either
         elif known[i] == 1:
             unread[slot] += emitted[i]
@@ -605,7 +616,6 @@ def observe(slots, known, asked, drafted, emitted, counts, group, kinds, unread,
         tried = min(drafted[i], emitted[i], MAX_DRAFT_TOKENS)  # the first that was refused is the last
         for j in range(tried):
             kept = j + 1 < emitted[i]
-            counts[slot, 0, j] += kept
-            counts[slot, 1, j] += 1
-            group[kinds[slot], 0, j] += kept
-            group[kinds[slot], 1, j] += 1
+            for some in (own, kind):
+                some[0, j] += kept
+                some[1, j] += 1

@@ -86,6 +86,43 @@ def test_what_drafting_costs_once_is_paid_by_longer_drafts():
     assert (first, further) == (0.75, 0.5)
 
 
+def test_who_is_asked_for_nothing_much_rests():
+    """N-grams are as good as free, to be asked for them is not."""
+    none, one, slot = np.array([0], np.uint8), np.array([1], np.uint8), np.array([0])
+    rates, costs = [], rising(0.99, 0.01)
+    for asking in (0.0, 0.05):
+        lookahead, rng = Lookahead(costs, None, asking), np.random.default_rng(5)
+        numbers, drafts, running = sequences(1)
+        seconds = tokens = asked = 0
+        for _ in range(20_000):
+            took, drafted, emitted = 1.0, none, one
+            if resting := lookahead.rests(running, 0):
+                lookahead.composed(True)
+            else:
+                number = int(lookahead.choose(numbers, drafts, running, 0, 512)[0][0])
+                lookahead.composed(False)
+                asked, took = asked + 1, took + 0.05
+                drafted = np.array([number * (rng.random() < 0.15)], np.uint8)
+                emitted = one + np.uint8(drafted[0] > 0 and rng.random() < 0.2)
+                took += costs.linear[1 + int(drafted[0])] - 1.0
+            seconds, tokens = seconds + took, tokens + int(emitted[0])
+            inside = took - 0.05 * (not resting)  # of what asking takes nobody tells
+            if not lookahead.rested(running, True, inside):
+                lookahead.observe_times(slot, drafted, 100, inside, 0.0)
+                lookahead.observe(slot, np.ones(1, np.int64), drafted, emitted, np.array([number]))
+        rates.append((tokens / seconds, asked))
+    (free, often), (told, seldom) = rates
+    assert told > 0.985 > free and seldom < often / 2
+
+
+def test_what_asking_takes_is_not_taken_for_slow_drafts():
+    lookahead = taught(Lookahead(FLAT, Costs([0.1] * 600), 0.5), 0.8)
+    for turn in range(400):
+        drafted = 2 * (turn % 2)
+        observe_times(lookahead, drafted, 1.0 + 0.1 * drafted, 0.1 * drafted)
+    assert drafting_of(lookahead.times.mean) == pytest.approx(1, rel=1e-3)
+
+
 def test_costs_of_drafts_in_one_call():
     """Between the numbers of sequences that were measured on a line, beyond them as other passes."""
     time = StepTime(tuple(1.0 + n / 10 for n in range(7)), 0.5, 0.25, 0.01, 0.0, 0.0, 0.0)
@@ -190,6 +227,7 @@ def test_bad_drafts_are_given_up_and_tried_again():
     lengths = []
     for _ in range(3000):
         length = int(lookahead.choose(numbers, drafts, slots, 0, 512)[0][0])
+        observe_times(lookahead, length, 1.1 + 0.2 * length, 0.1 * length)
         decoded(lookahead, slots, np.array([length], np.uint8), np.array([1], np.uint8))  # always refused
         lengths.append(length)
     tried = [step for step, length in enumerate(lengths) if length]
@@ -485,9 +523,10 @@ def test_what_was_asked_for_and_not_found_is_remembered():
     nothing, something = np.zeros(1, np.uint8), np.full(1, 3, np.uint8)
     for drafted in (nothing, nothing, something, nothing):
         lookahead.observe(np.zeros(1, np.int64), one, drafted, drafted + 1, 3 * one)
-    assert lookahead.group[0, :, -1] == pytest.approx([1, 4], rel=0.01)
+    known = lookahead.group[0, :, -1].tolist()
+    assert known == pytest.approx([1, 4], rel=0.02)
     lookahead.observe(np.zeros(1, np.int64), one, nothing, nothing + 1, 0 * one)
-    assert lookahead.group[0, :, -1] == pytest.approx([1, 4], rel=0.01), "nothing was asked for"
+    assert lookahead.group[0, :, -1].tolist() == known, "nothing was asked for"
 
 
 def test_a_group_where_nobody_drafts_rests():
