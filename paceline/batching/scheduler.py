@@ -11,7 +11,7 @@ import numpy as np
 from paceline.batching import blocks, held_back, moves, policies
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
-from paceline.batching.pace import forgotten, learn_beside, learned, pace_of
+from paceline.batching.pace import LONGEST_S, forgotten, learn_beside, learned, pace_of
 from paceline.batching.policies import Policy
 from paceline.batching.prediction import (
     NOBODY,
@@ -28,6 +28,7 @@ from paceline.batching.state import (
     AHEAD,
     ARRIVAL,
     BEGIN,
+    BESIDE,
     BLOCK_SIZE,
     BY_GOAL,
     CACHED_TOKENS,
@@ -266,7 +267,7 @@ class Scheduler:
             if not (resting := self.lookahead.rests(order, waits)):
                 if len(self.flying) >= self.pipeline:
                     return None  # whoever may draft has to be known
-                goal = _goal_of_step(self.handle)
+                goal = _goal_of_step(self.handle) + s.factors[BESIDE]
                 chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
                 s.chosen[order] = chosen[order]  # of other slots it holds what was chosen for those before
         s.factors[SPENT], s.factors[BEGIN], s.now[RESTING] = spent, now, resting
@@ -308,7 +309,8 @@ class Scheduler:
         if self.predict is None or (spent is not None and self.lookahead is None):
             return None
         if spent is not None and self.lookahead:
-            return self.lookahead.verification(self.predict(shape), decodes, verified) + spent
+            whole = self.lookahead.verification(self.predict(shape), decodes, verified) + spent
+            return max(0.0, whole - float(self.state.factors[BESIDE]))
         return float(_pace_of(self.state, shape.tokens)) * self.predict(shape)
 
     def complete(
@@ -331,8 +333,10 @@ class Scheduler:
             learned(self.handle, batch.shape.tokens, predicted, took)
         if not self.predict:
             self.state.factors[TOOK] = result.seconds
+        beside = 0.0
         if self.predict and result.seconds and self.pipeline == 1:  # else it may have waited for a stage
-            _learn_beside(self.state, now - begun - result.seconds)
+            beside = min(max(0.0, now - begun - result.seconds), LONGEST_S)
+            _learn_beside(self.state, beside)
         tokens, gone = result.tokens, list[int]()
         if result.failed or self._num_ended:
             tokens = tokens.copy()
@@ -350,8 +354,8 @@ class Scheduler:
             if batch.drafts or not self.lookahead.rested(slots, steady, result.seconds):
                 drafted = np.frombuffer(result.drafted or bytes(len(tokens)), np.uint8)
                 if result.seconds and steady:
-                    read = sum(batch.starts)
-                    self.lookahead.observe_times(slots, drafted, read, result.seconds, result.draft_seconds)
+                    read, seconds = sum(batch.starts), result.seconds + beside
+                    self.lookahead.observe_times(slots, drafted, read, seconds, result.draft_seconds)
                 self.lookahead.observe(slots, step[LENGTH] - step[DRAFT], drafted, column, step[DRAFT])
         return batch, gone, bytes(tokens), _land(self.handle, id, column)
 

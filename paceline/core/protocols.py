@@ -41,13 +41,14 @@ class Lookahead(Protocol):
     def observe_times(self, slots: Any, drafted: Any, read: int, seconds: float, draft_seconds: float) -> None:
         """A step of decodes is done, that drafted so many tokens each behind `read` tokens in all.
 
-        `seconds` of the whole step, `draft_seconds` of drafting in it. Comes before `observe`.
+        `seconds` of the whole step, in the engine and beside it, `draft_seconds` of drafting in it. Comes before
+        `observe`.
         """
         ...
 
     def verification(self, seconds: float, sequences: int, tokens: int) -> float:
-        """Of a step of so many sequences' tokens with drafts, without drafting: what it should take where the profile
-        says so many seconds."""
+        """Of a step of so many sequences' tokens with drafts, without drafting: what it should take, in the engine and
+        beside it, where the profile says so many seconds."""
         ...
 
     def forget(self, slot: int, kind: int = 0) -> None:

@@ -73,6 +73,7 @@ GUESS = 0.95  # acceptance of a drafter that nobody has tried: so high that it i
 WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of its kind, in tries
 # share of the time for tries of drafts or none, and of other widths; to begin with, and at most, in steps
 TRIES, FIRST, SAVES = np.array([0.002, 0.001]), 5.0, 10.0
+ROW = 4  # tries of drafts in a row, where some are: the first finds the caches full of other things
 ANSWER = 64  # tokens that a sequence is expected to yield in any case
 KEEPS, IDLE_KEEPS = 0.97, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.99  # of the group's, with every draft of its kind, and every time that one is asked for
@@ -189,6 +190,7 @@ class Lookahead:
         seconds = choose_at_pace(
             numbers, drafts, running, self.counts, self.group, self.kinds, self.unread, pending, budget, goal,
             self.spare, *self._target, *self._draft, self.times.mean, THRESHOLDS, self._chosen, self.rest,
+            self.idle,
         )  # fmt: skip
         self._left, self._at_rest = int(self.rest[0]), running.tobytes()
         return self._chosen, seconds
@@ -205,8 +207,8 @@ class Lookahead:
         observe(slots, known, asked, drafted, emitted, self.counts, self.group, self.kinds, self.unread, self.idle)
 
     def verification(self, seconds: float, sequences: int, tokens: int) -> float:
-        """Of a step of so many sequences' tokens with drafts, without drafting: what it should take where the profile
-        says so many seconds."""
+        """Of a step of so many sequences' tokens with drafts, without drafting: what it should take, in the engine and
+        beside it, where the profile says so many seconds."""
         return seconds * self.times.pace * float(self.times.verifying[of_sequences(sequences), of_tokens(tokens)])
 
     def _grow(self, slots: int) -> None:
@@ -222,14 +224,16 @@ class Lookahead:
     ) -> None:
         """A step of decodes is done, that drafted so many tokens each behind `read` tokens in all.
 
-        `seconds` of the whole step, `draft_seconds` of drafting in it. What became of the drafts comes afterwards
-        (`observe`).
+        `seconds` of the whole step, in the engine and beside it, `draft_seconds` of drafting in it. What became of the
+        drafts comes afterwards (`observe`).
         """
         self._grow(1 + int(slots.max(initial=-1)))
         self._wake()
         times = self.times
         if drafted.any():
-            seconds, draft_seconds = seconds + self._asking, draft_seconds + self._asking
+            draft_seconds += self._asking
+        else:
+            seconds -= self._asking
         observe_seconds(
             slots, drafted, read, seconds, draft_seconds, self.unread, *self._target, *self._draft, times.mean,
             times.covariance, times.noise, self.spare, self._begun,
@@ -519,18 +523,19 @@ def choose(  # type: ignore[no-untyped-def]
 @njit(
     _F64(
         _I64[:, ::1], _INTS, _INTS, _COUNTS, _COUNTS, _INTS, _INTS, _I64, _I64, _F64, _FLOATS, _FLOATS, _F64, _F64,
-        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _INTS, _INTS,
+        _FLOATS, _F64, _F64, _FLOATS, _FLOATS, _INTS, _INTS, _INTS,
     ),
     cache=True,
 )  # fmt: skip
 def choose_at_pace(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, linear, token, context,
-    draft_linear, draft_token, draft_context, mean, thresholds, chosen, rest,
+    draft_linear, draft_token, draft_context, mean, thresholds, chosen, rest, idle,
 ):  # fmt: skip
     """The same where steps take what is known of this machine: seconds of drafting; a try's are spent."""
     pace = pace_of(mean)
+    tries = spare[0] / (ROW if idle[0] > 0 else 1)
     seconds, of_drafts, of_width = choose(
-        numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal / pace, spare[0] / pace,
+        numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal / pace, tries / pace,
         spare[1] / pace, linear, token, context, draft_linear, draft_token, draft_context, verifying_of(mean),
         drafting_of(mean), thresholds, chosen, rest,
     )  # fmt: skip

@@ -96,7 +96,7 @@ def test_who_is_asked_for_nothing_much_rests():
         seconds = tokens = asked = 0
         for _ in range(20_000):
             took, drafted, emitted = 1.0, none, one
-            if resting := lookahead.rests(running, 0):
+            if lookahead.rests(running, 0):
                 lookahead.composed(True)
             else:
                 number = int(lookahead.choose(numbers, drafts, running, 0, 512)[0][0])
@@ -106,9 +106,8 @@ def test_who_is_asked_for_nothing_much_rests():
                 emitted = one + np.uint8(drafted[0] > 0 and rng.random() < 0.2)
                 took += costs.linear[1 + int(drafted[0])] - 1.0
             seconds, tokens = seconds + took, tokens + int(emitted[0])
-            inside = took - 0.05 * (not resting)  # of what asking takes nobody tells
-            if not lookahead.rested(running, True, inside):
-                lookahead.observe_times(slot, drafted, 100, inside, 0.0)
+            if not lookahead.rested(running, True, took):
+                lookahead.observe_times(slot, drafted, 100, took, 0.0)
                 lookahead.observe(slot, np.ones(1, np.int64), drafted, emitted, np.array([number]))
         rates.append((tokens / seconds, asked))
     (free, often), (told, seldom) = rates
@@ -119,7 +118,8 @@ def test_what_asking_takes_is_not_taken_for_slow_drafts():
     lookahead = taught(Lookahead(FLAT, Costs([0.1] * 600), 0.5), 0.8)
     for turn in range(400):
         drafted = 2 * (turn % 2)
-        observe_times(lookahead, drafted, 1.0 + 0.1 * drafted, 0.1 * drafted)
+        observe_times(lookahead, drafted, 1.5 + 0.1 * drafted, 0.1 * drafted)
+    assert lookahead.times.pace == pytest.approx(1, rel=1e-3)
     assert drafting_of(lookahead.times.mean) == pytest.approx(1, rel=1e-3)
 
 
