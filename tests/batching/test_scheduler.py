@@ -432,6 +432,24 @@ def test_a_chunk_beside_drafts_is_no_verification():
     assert {batch.predicted for batch in steps} == {1.0}
 
 
+def test_the_choice_learns_from_whole_steps_and_predicts_the_engines_part():
+    """The engine takes 1 ms of 3."""
+    lookahead = Lookahead(Costs([0.001] * 100), None)
+    limits = SchedulerConfig(token_budget=64)
+    config = GroupConfig(scheduler=limits, lookahead=lambda: lookahead, predict=lambda shape: 0.001)
+    controller, now = Controller([config]), 0.0
+    _, (batch,) = controller.turn([Submit(Request("a", 8, 400, max_draft_tokens=4))], now)
+    for _ in range(200):
+        now += 0.003
+        drafted = bytes(batch.drafts or [0])
+        result = StepResult(bytearray([1 + drafted[0]]), seconds=0.001, drafted=drafted)
+        last, (_, (batch,)) = batch, controller.turn([Complete(0, batch.id, result)], now)
+        if now > 0.2:
+            break
+    assert last.drafts and lookahead.times.pace * lookahead.times.verifying[0, 2] == pytest.approx(3, rel=0.05)
+    assert last.predicted == pytest.approx(0.001, rel=0.1)
+
+
 def test_drafts_are_as_believed_of_their_requests_kind():
     """Requests of kind 1 have shown that their drafts stay, those of kind 2 that they do not."""
     lookahead = Lookahead(Costs([0.1 + 0.01 * n for n in range(100)]), Costs([0.0] + [0.01] * 100))

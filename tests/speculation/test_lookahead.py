@@ -235,6 +235,21 @@ def test_bad_drafts_are_given_up_and_tried_again():
     assert max(tried) > 500  # never off for good
 
 
+def test_bad_drafts_are_tried_in_a_row():
+    """What one costs that finds the caches full of other things is not what they cost."""
+    lookahead = taught(Lookahead(rising(1.0, 0.1), Costs([0.2] * 600)), 0.1)
+    numbers, drafts, slots = sequences(1)
+    rows, begun = [], False
+    for _ in range(4000):
+        length = int(lookahead.choose(numbers, drafts, slots, 0, 512)[0][0])
+        observe_times(lookahead, length, 1.1 + 0.3 * length, 0.2 * length)
+        decoded(lookahead, slots, np.array([length], np.uint8), np.array([1], np.uint8))
+        if length:
+            rows = [*rows[:-1], rows[-1] + 1] if begun else [*rows, 1]
+        begun = length > 0
+    assert len(rows) > 5 and min(rows[1:-1]) >= 3
+
+
 def test_tokens_of_a_verification_share_what_they_read():
     """Behind 99 tokens a step takes 0.2 with one token, half of it to read; half as much again would not pay."""
     assert StepShape().add(1000, 5, True, 4).decode_context == 1000 + 4 * 350
