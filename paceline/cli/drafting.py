@@ -83,7 +83,7 @@ def lookahead(
 def costs(
     drafting: Drafting, path: Path, quantization: str, target: StepTime, draft: Profile | None
 ) -> Costs | None:
-    """Of drafting for the model in `path`; None: nobody knows."""
+    """Of drafting for the model in `path`; None: nobody knows, and it is taken for nothing."""
     if drafting.drafter.kind == "trigram":
         return TRIGRAMS
     if drafting.drafter.kind == "ngram":
