@@ -17,6 +17,9 @@ from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
+from paceline.processor import ask_for_matrix_registers
+
+ask_for_matrix_registers()
 F = TypeVar("F", bound=Callable[..., Any])
 
 

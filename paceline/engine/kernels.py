@@ -31,6 +31,7 @@ from paceline.engine.addresses import floats as _floats
 from paceline.engine.addresses import ints as _ints
 from paceline.engine.addresses import longs as _longs
 from paceline.engine.addresses import octets, shorts
+from paceline.processor import ask_for_matrix_registers
 
 if platform.machine() not in ("x86_64", "AMD64"):
     raise ImportError("these kernels are written for x86-64")  # torch's operators take their place
@@ -38,12 +39,14 @@ binding.initialize_native_asmparser()
 numba.config.THREADING_LAYER = "omp"
 STARTED = numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
 
+ask_for_matrix_registers()
 # what is compiled for: this processor, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise
 _, PROCESSOR, _features = cpu_target.target_context.codegen().magic_tuple()
 FEATURES = set(_features.split(","))
 HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
 HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
 HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
+HAS_AMX = HAS_VNNI and {"+amx-tile", "+amx-int8"} <= FEATURES  # products of 16 rows and 16 columns in one instruction
 HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES  # products of pairs of bfloat16, in the steps of single floats
 HAS_TILES = HAS_AVX512 or HAS_AVX2
 
@@ -54,6 +57,8 @@ BYTE = 1 if HAS_VNNI else 2  # bytes of an activation in products of int8: VNNI 
 TOGETHER = 4 // BYTE  # int8 weights of a column that lie side by side
 # of one of several: Zen 5 makes 223 GFLOP/s of tiles of 8 to 11 rows and 207 of 12; on Intel's front ends 12 are best
 TALL = 11 if HAS_AVX512 and PROCESSOR.startswith("znver") else ROWS
+MATRIX_ROWS, MATRIX_STEPS = 32, 16  # of a tile in matrix registers: at most, and at a time
+MATRIX_DEPTH = 512  # weights of a panel that stay in the first cache, with a tile's activations, while all rows pass
 REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"  # a tile's arguments
 SCRATCH = "%r12", "%r13", "%r14", "%r15"
 # The first cache of a Zen 4 waits for few lines and then stops the core, the second for more: blocks of 4 KiB in any
@@ -154,6 +159,15 @@ def _assembly(rows: int, columns: int, integer: bool, across: bool, bf16: bool) 
     return "\n".join([*lines, *sums("vmovups {1}, {0}")]).replace("{{1to16}}", "{1to16}")
 
 
+def _assembled(text: str, registers: tuple[str, ...], lost: list[str]) -> ir.InlineAsm:
+    """A function of numbers in `registers` that returns what they hold in the end."""
+    changed = [f"={{{register[1:]}}}" for register in registers]
+    kept = [str(index) for index in range(len(registers))]
+    constraint = ",".join([*changed, *kept, *(f"~{{{register[1:]}}}" for register in lost), "~{memory}", "~{flags}"])
+    longs = [ir.IntType(64)] * len(registers)
+    return ir.InlineAsm(ir.FunctionType(ir.LiteralStructType(longs), longs), text, constraint, True)
+
+
 def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
     """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
 
@@ -163,12 +177,7 @@ def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
     float32. `across`: a is [steps, rows] in memory. Every step fetches two lines at `ahead`, which then moves on by
     `gap`.
     """
-    long = ir.IntType(64)
-    changed = [f"={{{register[1:]}}}" for register in REGISTERS]
-    kept = [str(index) for index in range(len(REGISTERS))]
-    lost = [f"~{{{register[1:]}}}" for register in SCRATCH] + [f"~{{{REGISTER}{i}}}" for i in range(NUM_REGISTERS)]
-    constraint = ",".join([*changed, *kept, *lost, "~{memory}", "~{flags}"])
-    function = ir.FunctionType(ir.LiteralStructType([long] * len(REGISTERS)), [long] * len(REGISTERS))
+    long, lost = ir.IntType(64), [*SCRATCH, *(f"%{REGISTER}{i}" for i in range(NUM_REGISTERS))]
 
     @intrinsic
     def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
@@ -181,7 +190,7 @@ def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
                 choice.add_case(long(count), block)
                 builder.position_at_end(block)
                 columns = COLUMNS if count <= ALL_COLUMNS else COLUMNS // 2
-                form = ir.InlineAsm(function, _assembly(count, columns, integer, across, bf16), constraint, True)
+                form = _assembled(_assembly(count, columns, integer, across, bf16), REGISTERS, lost)
                 after = builder.call(form, arguments[1:])
                 if columns < COLUMNS:  # then the other half, which goes on with what is fetched
                     others = list(arguments[1:])
@@ -203,6 +212,60 @@ _byte_tile = _tile_of(integer=True)
 _bf16_tile, _bf16_across_tile = _tile_of(bf16=True), _tile_of(across=True, bf16=True)
 
 
+def _matrix_assembly(high: bool) -> str:
+    """A tile of bytes in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
+
+    The first four hold sums, two columns of two rows, the next two activations, the last two weights.
+    """
+    a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
+    shape, lower_a, lower_c, _ = SCRATCH
+    rows = [(a, c), (lower_a, lower_c)] if high else [(a, c)]
+    places = [(i, half, place) for i, (_, place) in enumerate(rows) for half in (0, 1)]
+    sums = [(f"{64 * half}({place},{c_stride})", f"%tmm{2 * i + half}") for i, half, place in places]
+    lines = [f"ldtilecfg ({shape})"]
+    for first, by, lower in ((a, stride, lower_a), (c, c_stride, lower_c)):
+        lines += [f"movq {by}, {lower}", f"shlq $$4, {lower}", f"addq {first}, {lower}"]
+    lines += [*(f"tileloadd {place}, {register}" for place, register in sums), "1:"]
+    for i, (some, _) in enumerate(rows):
+        lines.append(f"tileloadd ({some},{stride}), %tmm{4 + i}")
+        for half in (0, 1):
+            if i == 0:
+                lines.append(f"tileloadd {64 * half}({w},{w_stride}), %tmm{6 + half}")
+            lines.append(f"tdpbusd %tmm{6 + half}, %tmm{4 + i}, %tmm{2 * i + half}")
+    lines += [f"prefetcht1 ({ahead})", f"leaq ({ahead},{gap},2), {ahead}"] * (MATRIX_STEPS // 2)
+    lines += [f"addq $${4 * MATRIX_STEPS}, {some}" for some, _ in rows]
+    lines += [f"addq $${4 * MATRIX_STEPS * COLUMNS}, {w}", f"subq $${MATRIX_STEPS}, {steps}", "jg 1b"]
+    return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums), "tilerelease"])
+
+
+def _matrix_shape(rows: int) -> bytes:
+    """What matrix registers hold in a tile of so many rows: palette 1, bytes a row, rows."""
+    upper, lower = min(rows, 16), max(rows - 16, 1)
+    registers = upper, upper, lower, lower, upper, lower, MATRIX_STEPS, MATRIX_STEPS
+    return bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *registers, *[0] * 8])
+
+
+@intrinsic
+def _matrix_tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    """As a tile of bytes: up to MATRIX_ROWS rows, `steps` a multiple of MATRIX_STEPS."""
+
+    def generate(context, builder, signature, arguments):
+        long = ir.IntType(64)
+        if HAS_AMX:
+            data = bytearray().join(map(_matrix_shape, range(MATRIX_ROWS + 1)))
+            kind = ir.ArrayType(ir.IntType(8), len(data))
+            shapes = builder.ptrtoint(cgutils.global_constant(builder, "shapes", ir.Constant(kind, data)), long)
+            shape = builder.add(shapes, builder.shl(arguments[0], long(6)))
+            with builder.if_else(builder.icmp_signed(">", arguments[0], long(16))) as forms:
+                for form, high in zip(forms, (True, False), strict=True):
+                    with form:
+                        tile = _assembled(_matrix_assembly(high), (*REGISTERS, SCRATCH[0]), [*SCRATCH[1:]])
+                        builder.call(tile, [*arguments[1:], shape])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10), generate
+
+
 # Each compiled once: what they are used in would hold a copy.
 
 
@@ -219,6 +282,23 @@ def _across_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 @njit(types.void(*[I64] * 10), **OPTIONS)
 def _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     _byte_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@njit(types.void(*[I64] * 10), **OPTIONS)
+def _integer_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    """A tile of bytes of the kind that this processor has; what is left of `steps` fetches nothing."""
+    if not HAS_AMX:
+        _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+        return
+    whole = steps // MATRIX_STEPS * MATRIX_STEPS
+    if whole:
+        _matrix_tile(rows, a, a_stride, w, w_stride, whole, c, c_stride, ahead, gap)
+    if whole < steps:
+        for row in range(0, rows, ROWS):
+            _byte_rows(
+                min(rows - row, ROWS), a + row * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
+                steps - whole, c + row * c_stride, c_stride, w, 0,
+            )  # fmt: skip
 
 
 @njit(types.void(*[I64] * 10), **OPTIONS)
@@ -273,14 +353,15 @@ def _product_across(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
         row += height
 
 
-@njit(types.UniTuple(I64, 3)(*[I64] * 4), **OPTIONS)
-def _fetching(rows, w, nbytes, following):
+@njit(types.UniTuple(I64, 3)(types.boolean, *[I64] * 4), **OPTIONS)
+def _fetching(matrices, rows, w, nbytes, following):
     """`ahead` and `gap` of the first tile of rows that pass weights w, and how far the next one's `ahead` is.
 
     Those at `following` are needed next: every pass fetches its share. A single pass fetches what it needs itself soon.
     """
     halves = 1 if HAS_AVX512 or rows <= ALL_COLUMNS else 2
-    passes = ((rows + TALL - 1) // TALL if rows > ROWS else 1) * halves
+    most, tall = (MATRIX_ROWS, MATRIX_ROWS) if matrices else (ROWS, TALL)
+    passes = ((rows + tall - 1) // tall if rows > most else 1) * halves
     if passes == 1:
         return w + (AHEAD if rows <= 2 else 2 * AHEAD), 2 * LINE, 0
     part = nbytes // passes // LINE * LINE
@@ -917,18 +998,20 @@ def _panels(
     panels = (outer + columns - 1) // columns
     integer = w_scale != 0
     size, a_size = (1, BYTE) if integer else (4, 4)
-    parts = (inner * size + DEPTH * 4 - 1) // (DEPTH * 4)
-    depth = ((inner + parts - 1) // parts + 7) // 8 * 8
+    matrices = integer and HAS_AMX
+    most, whole = (MATRIX_DEPTH, 64) if matrices and rows > MATRIX_ROWS else (DEPTH * 4 // size, 8)
+    parts = (inner + most - 1) // most
+    depth = ((inner + parts - 1) // parts + whole - 1) // whole * whole
     for p in range(panels * t // threads, panels * (t + 1) // threads):
         width = min(columns, outer - p * columns)
         scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
         for first in range(0, inner, depth):
             deep = min(depth, inner - first)
             at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
-            ahead, gap, part = _fetching(rows, at, nbytes, at + nbytes)
+            ahead, gap, part = _fetching(matrices, rows, at, nbytes, at + nbytes)
             row = 0
             while row < rows:
-                height = _height(rows - row)
+                height = min(rows - row, MATRIX_ROWS) if matrices else _height(rows - row)
                 here, place = a + row * a_stride + first * a_size, sums + row * COLUMNS * 4
                 target = c + row * c_stride + p * columns * 4
                 if first == 0:
@@ -938,7 +1021,7 @@ def _panels(
                         _fetch_to_write(target + i * c_stride)
                         _fetch_to_write(target + i * c_stride + (width - 1) * 4)
                 if integer:
-                    _byte_rows(height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap)
+                    _integer_rows(height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap)
                 else:
                     _float_rows(height, here, a_stride, at, COLUMNS * 4, deep, place, COLUMNS * 4, ahead, gap)
                 if first + deep == inner:
