@@ -17,6 +17,7 @@ import functools
 import inspect
 import platform
 import threading
+from collections.abc import Sequence
 
 import numba
 import numpy as np
@@ -46,8 +47,9 @@ FEATURES = set(_features.split(","))
 HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
 HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
 HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
-HAS_AMX = HAS_VNNI and {"+amx-tile", "+amx-int8"} <= FEATURES  # products of 16 rows and 16 columns in one instruction
 HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES  # products of pairs of bfloat16, in the steps of single floats
+# products of 16 rows and 16 columns of either in one instruction
+HAS_AMX = HAS_VNNI and HAS_BF16 and {"+amx-tile", "+amx-int8", "+amx-bf16"} <= FEATURES
 HAS_TILES = HAS_AVX512 or HAS_AVX2
 
 VECTOR_BYTES, REGISTER, NUM_REGISTERS = (64, "zmm", 32) if HAS_AVX512 else (32, "ymm", 16)
@@ -72,6 +74,7 @@ LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
+TURNED = KEYS // 2 * 4 + LINE  # bytes of a query's weights of a block of keys, in pairs
 _activations = octets if BYTE == 1 else shorts  # of products of int8
 BLOCK = 192 // TALL * TALL  # rows that pass a panel of weights together: with two panels they fit into the second cache
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
@@ -159,7 +162,7 @@ def _assembly(rows: int, columns: int, integer: bool, across: bool, bf16: bool) 
     return "\n".join([*lines, *sums("vmovups {1}, {0}")]).replace("{{1to16}}", "{1to16}")
 
 
-def _assembled(text: str, registers: tuple[str, ...], lost: list[str]) -> ir.InlineAsm:
+def _assembled(text: str, registers: Sequence[str], lost: Sequence[str]) -> ir.InlineAsm:
     """A function of numbers in `registers` that returns what they hold in the end."""
     changed = [f"={{{register[1:]}}}" for register in registers]
     kept = [str(index) for index in range(len(registers))]
@@ -212,29 +215,32 @@ _byte_tile = _tile_of(integer=True)
 _bf16_tile, _bf16_across_tile = _tile_of(bf16=True), _tile_of(across=True, bf16=True)
 
 
-def _matrix_assembly(high: bool) -> str:
-    """A tile of bytes in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
+def _matrix_assembly(high: bool, integer: bool) -> str:
+    """A tile in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
 
     The first four hold sums, two columns of two rows, the next two activations, the last two weights.
     """
     a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
-    shape, lower_a, lower_c, _ = SCRATCH
+    shape, lower_a, lower_c, on = SCRATCH
     rows = [(a, c), (lower_a, lower_c)] if high else [(a, c)]
     places = [(i, half, place) for i, (_, place) in enumerate(rows) for half in (0, 1)]
     sums = [(f"{64 * half}({place},{c_stride})", f"%tmm{2 * i + half}") for i, half, place in places]
     lines = [f"ldtilecfg ({shape})"]
     for first, by, lower in ((a, stride, lower_a), (c, c_stride, lower_c)):
         lines += [f"movq {by}, {lower}", f"shlq $$4, {lower}", f"addq {first}, {lower}"]
+    lines += [f"movq {w_stride}, {on}", f"shlq $$4, {on}"]
     lines += [*(f"tileloadd {place}, {register}" for place, register in sums), "1:"]
     for i, (some, _) in enumerate(rows):
         lines.append(f"tileloadd ({some},{stride}), %tmm{4 + i}")
         for half in (0, 1):
             if i == 0:
                 lines.append(f"tileloadd {64 * half}({w},{w_stride}), %tmm{6 + half}")
-            lines.append(f"tdpbusd %tmm{6 + half}, %tmm{4 + i}, %tmm{2 * i + half}")
-    lines += [f"prefetcht1 ({ahead})", f"leaq ({ahead},{gap},2), {ahead}"] * (MATRIX_STEPS // 2)
-    lines += [f"addq $${4 * MATRIX_STEPS}, {some}" for some, _ in rows]
-    lines += [f"addq $${4 * MATRIX_STEPS * COLUMNS}, {w}", f"subq $${MATRIX_STEPS}, {steps}", "jg 1b"]
+            multiply = "tdpbusd" if integer else "tdpbf16ps"
+            lines.append(f"{multiply} %tmm{6 + half}, %tmm{4 + i}, %tmm{2 * i + half}")
+    if integer:
+        lines += [f"prefetcht1 ({ahead})", f"leaq ({ahead},{gap},2), {ahead}"] * (MATRIX_STEPS // 2)
+    lines += [*(f"addq $${4 * MATRIX_STEPS}, {some}" for some, _ in rows), f"addq {on}, {w}"]
+    lines += [f"subq $${MATRIX_STEPS}, {steps}", "jg 1b"]
     return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums), "tilerelease"])
 
 
@@ -245,25 +251,33 @@ def _matrix_shape(rows: int) -> bytes:
     return bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *registers, *[0] * 8])
 
 
-@intrinsic
-def _matrix_tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
-    """As a tile of bytes: up to MATRIX_ROWS rows, `steps` a multiple of MATRIX_STEPS."""
+def _matrix_tile_of(integer: bool):
+    """As a tile of bytes or of pairs of bfloat16, of up to MATRIX_ROWS rows; `steps` is a multiple of MATRIX_STEPS. Of
+    bytes every second step fetches a line, since two neighbours come together; of pairs none does."""
 
-    def generate(context, builder, signature, arguments):
-        long = ir.IntType(64)
-        if HAS_AMX:
-            data = bytearray().join(map(_matrix_shape, range(MATRIX_ROWS + 1)))
-            kind = ir.ArrayType(ir.IntType(8), len(data))
-            shapes = builder.ptrtoint(cgutils.global_constant(builder, "shapes", ir.Constant(kind, data)), long)
-            shape = builder.add(shapes, builder.shl(arguments[0], long(6)))
-            with builder.if_else(builder.icmp_signed(">", arguments[0], long(16))) as forms:
-                for form, high in zip(forms, (True, False), strict=True):
-                    with form:
-                        tile = _assembled(_matrix_assembly(high), (*REGISTERS, SCRATCH[0]), [*SCRATCH[1:]])
-                        builder.call(tile, [*arguments[1:], shape])
-        return context.get_dummy_value()
+    @intrinsic
+    def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+        def generate(context, builder, signature, arguments):
+            long = ir.IntType(64)
+            if HAS_AMX:
+                data = bytearray().join(map(_matrix_shape, range(MATRIX_ROWS + 1)))
+                kind = ir.ArrayType(ir.IntType(8), len(data))
+                shapes = builder.ptrtoint(cgutils.global_constant(builder, "shapes", ir.Constant(kind, data)), long)
+                shape = builder.add(shapes, builder.shl(arguments[0], long(6)))
+                with builder.if_else(builder.icmp_signed(">", arguments[0], long(16))) as forms:
+                    for form, high in zip(forms, (True, False), strict=True):
+                        with form:
+                            text = _matrix_assembly(high, integer)
+                            run = _assembled(text, (*REGISTERS, SCRATCH[0]), SCRATCH[1:])
+                            builder.call(run, [*arguments[1:], shape])
+            return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 10), generate
+        return types.void(*[types.int64] * 10), generate
+
+    return tile
+
+
+_byte_matrix_tile, _bf16_matrix_tile = _matrix_tile_of(True), _matrix_tile_of(False)
 
 
 # Each compiled once: what they are used in would hold a copy.
@@ -292,7 +306,7 @@ def _integer_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap
         return
     whole = steps // MATRIX_STEPS * MATRIX_STEPS
     if whole:
-        _matrix_tile(rows, a, a_stride, w, w_stride, whole, c, c_stride, ahead, gap)
+        _byte_matrix_tile(rows, a, a_stride, w, w_stride, whole, c, c_stride, ahead, gap)
     if whole < steps:
         for row in range(0, rows, ROWS):
             _byte_rows(
@@ -304,6 +318,20 @@ def _integer_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap
 @njit(types.void(*[I64] * 10), **OPTIONS)
 def _bf16_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     _bf16_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@njit(types.void(*[I64] * 8), **OPTIONS)
+def _bf16_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride):
+    """Of any number, in matrix registers but for what is left of `steps`."""
+    whole = steps // MATRIX_STEPS * MATRIX_STEPS
+    for row in range(0, rows if whole else 0, MATRIX_ROWS):
+        height = min(rows - row, MATRIX_ROWS)
+        _bf16_matrix_tile(height, a + row * a_stride, a_stride, w, w_stride, whole, c + row * c_stride, c_stride, w, 0)
+    for row in range(0, rows if whole < steps else 0, ROWS):
+        _bf16_rows(
+            min(rows - row, ROWS), a + row * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
+            steps - whole, c + row * c_stride, c_stride, w, 0,
+        )  # fmt: skip
 
 
 @njit(types.void(*[I64] * 10), **OPTIONS)
@@ -330,6 +358,9 @@ def _product(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
 
     `bf16`: two bfloat16 of each a step.
     """
+    if bf16 and HAS_AMX:
+        _bf16_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride)
+        return
     row = 0
     while row < rows:
         height, left, sums = _height(rows - row), a + row * a_stride, c + row * c_stride
@@ -1292,6 +1323,16 @@ def _transposes(bf16: bool):
 _transpose16, _transpose_pairs = _transposes(False), _transposes(True)
 
 
+@_by_hand(I64, I64, I64)
+def _turn(builder, source, target, stride):
+    """16 lines of 16 numbers, COLUMNS apart, become columns, `stride` bytes apart."""
+    rows = [_load(builder, source, 4 * COLUMNS * i) for i in range(16)]
+    _exchange(builder, rows)
+    for row in rows:
+        _store(builder, row, target)
+        target = builder.add(target, stride)
+
+
 @njit(types.void(*[I64] * 13, F32, *[I64] * 3), **OPTIONS)
 def _attend_block(
     queries, stride, count, start, table, keys, values, block_stride, group, size, dims, element, window, scale, out,
@@ -1303,7 +1344,9 @@ def _attend_block(
     dimensions of a key, one of two values.
     """
     bf16 = HAS_BF16 and element == 2 and dims % 16 == 0
+    matrices = bf16 and HAS_AMX
     together = 2 if bf16 else 1  # numbers of a step
+    least = together * (MATRIX_STEPS if matrices else 2)  # keys that values are multiplied by together
     rows, last, spare = count * group, start + count, (dims + COLUMNS - 1) // COLUMNS * COLUMNS
     panels, depth = (rows + COLUMNS - 1) // COLUMNS, dims // together
     key_stride = depth * 4 + LINE
@@ -1316,6 +1359,7 @@ def _attend_block(
     peaks = value + KEYS // together * spare * 4
     totals = peaks + panels * COLUMNS * 4
     shrink = totals + panels * COLUMNS * 4
+    turned = shrink + COLUMNS * 4  # [32, KEYS / 2] for matrix registers
     carray(_floats(mixed), (panels * COLUMNS * spare,))[:] = np.float32(0.0)
     carray(_floats(peaks), (panels * COLUMNS,))[:] = np.float32(-np.inf)
     carray(_floats(totals), (panels * COLUMNS,))[:] = np.float32(0.0)
@@ -1347,9 +1391,9 @@ def _attend_block(
             else:
                 _recall(key + j * key_stride, keys + at, dims, element)
                 _recall(value + j * spare * 4, values + at, dims, element)
-        lines = (width + together - 1) // together
-        if lines % 2:  # products take lines by two; this one's weights will be 0
-            carray(_floats(value + lines * spare * 4), (spare,))[:] = np.float32(0.0)
+        lines, filled = (width + together - 1) // together, (width + least - 1) // least * least // together
+        if lines < filled:  # the weights of these will be 0
+            carray(_floats(value + lines * spare * 4), ((filled - lines) * spare,))[:] = np.float32(0.0)
         for panel in range(panels):
             row = panel * COLUMNS
             several = min(COLUMNS, rows - row)
@@ -1357,7 +1401,7 @@ def _attend_block(
             if first > highest or (window != 0 and first + width <= lowest - window + 1):
                 continue
             seen = min(width, highest + 1 - first)
-            whole = (seen + 2 * together - 1) // (2 * together) * 2 * together
+            whole = (seen + least - 1) // least * least
             carray(_floats(scores), (seen * COLUMNS,))[:] = np.float32(0.0)
             carray(_floats(scores + seen * COLUMNS * 4), ((whole - seen) * COLUMNS,))[:] = np.float32(-np.inf)
             _product(
@@ -1375,7 +1419,17 @@ def _attend_block(
                 mix = carray(_floats(mixed + (row + i) * spare * 4), (spare,))
                 for d in range(spare):
                     mix[d] *= factor[i]
+            if matrices:
+                for line in range(0, whole // 2, MATRIX_STEPS):
+                    _turn(scores + line * COLUMNS * 4, turned + line * 4, TURNED)
+                    _turn(scores + line * COLUMNS * 4 + 64, turned + line * 4 + 16 * TURNED, TURNED)
             for at in range(0, spare * 4, COLUMNS * 4):
+                if matrices:
+                    _bf16_matrix_rows(
+                        several, turned, TURNED, value + at, spare * 4, whole // 2, mixed + row * spare * 4 + at,
+                        spare * 4,
+                    )  # fmt: skip
+                    continue
                 _product_across(
                     bf16, several, scores, COLUMNS * 4, value + at, spare * 4, whole // together,
                     mixed + row * spare * 4 + at, spare * 4,
@@ -1390,10 +1444,12 @@ def _attend_block(
 
 @njit(I64(I64, I64), **OPTIONS)
 def block_floats(group, dims):
-    """What a block of queries works with, in floats: queries, outputs, scores, keys, values, maxima, sums, factors."""
+    """What a block of queries works with, in floats: queries, outputs, scores, keys, values, maxima, sums, factors, and
+    weights for matrix registers."""
     spare = (dims + COLUMNS - 1) // COLUMNS * COLUMNS
     rows = (max(QUERIES, BLOCK_ROWS // group) * group + COLUMNS - 1) // COLUMNS * COLUMNS
-    return rows * (dims + spare + 2) + KEYS * (COLUMNS + dims + LINE // 4 + spare) + COLUMNS
+    turned = COLUMNS * TURNED // 4 if HAS_AMX else 0
+    return rows * (dims + spare + 2) + KEYS * (COLUMNS + dims + LINE // 4 + spare) + COLUMNS + turned
 
 
 @njit(types.void(*[I64] * 15, F32, *[I64] * 3), **OPTIONS)
