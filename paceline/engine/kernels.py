@@ -81,7 +81,7 @@ SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # everything but ignoring infinities and NaNs, which must come through
-I64, F32 = types.int64, types.float32
+I64, F32, LONG = types.int64, types.float32, ir.IntType(64)
 EXACT = {"nogil": True, "cache": True}
 OPTIONS = {**EXACT, "fastmath": FAST}
 EXP = tuple(np.float32(c) for c in (
@@ -97,6 +97,23 @@ def _float_of_bits(context, bits):
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
 
     return types.float32(types.int32), generate
+
+
+def _by_hand(*kinds):
+    """An intrinsic of Numba with such arguments from a function that builds it: build(builder, *arguments)."""
+
+    def make(build):
+        def generate(context, builder, signature, arguments):
+            build(builder, *arguments)
+            return context.get_dummy_value()
+
+        def define(context, *arguments):
+            return types.void(*kinds), generate
+
+        define.__name__, define.__doc__, define.__signature__ = build.__name__, build.__doc__, inspect.signature(build)
+        return intrinsic(define)
+
+    return make
 
 
 # The tile
@@ -167,7 +184,7 @@ def _assembled(text: str, registers: Sequence[str], lost: Sequence[str]) -> ir.I
     changed = [f"={{{register[1:]}}}" for register in registers]
     kept = [str(index) for index in range(len(registers))]
     constraint = ",".join([*changed, *kept, *(f"~{{{register[1:]}}}" for register in lost), "~{memory}", "~{flags}"])
-    longs = [ir.IntType(64)] * len(registers)
+    longs = [LONG] * len(registers)
     return ir.InlineAsm(ir.FunctionType(ir.LiteralStructType(longs), longs), text, constraint, True)
 
 
@@ -180,7 +197,7 @@ def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
     float32. `across`: a is [steps, rows] in memory. Every step fetches two lines at `ahead`, which then moves on by
     `gap`.
     """
-    long, lost = ir.IntType(64), [*SCRATCH, *(f"%{REGISTER}{i}" for i in range(NUM_REGISTERS))]
+    lost = [*SCRATCH, *(f"%{REGISTER}{i}" for i in range(NUM_REGISTERS))]
 
     @intrinsic
     def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
@@ -190,15 +207,15 @@ def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
             # without such registers nobody calls it, and the assembler refuses it
             for count in range(1, ROWS + 1) if (HAS_BF16 if bf16 else HAS_TILES) else ():
                 block = builder.append_basic_block(f"rows{count}")
-                choice.add_case(long(count), block)
+                choice.add_case(LONG(count), block)
                 builder.position_at_end(block)
                 columns = COLUMNS if count <= ALL_COLUMNS else COLUMNS // 2
                 form = _assembled(_assembly(count, columns, integer, across, bf16), REGISTERS, lost)
                 after = builder.call(form, arguments[1:])
                 if columns < COLUMNS:  # then the other half, which goes on with what is fetched
                     others = list(arguments[1:])
-                    others[2] = builder.add(others[2], long(columns * (2 if integer else 4)))
-                    others[5] = builder.add(others[5], long(columns * 4))
+                    others[2] = builder.add(others[2], LONG(columns * (2 if integer else 4)))
+                    others[5] = builder.add(others[5], LONG(columns * 4))
                     others[7] = builder.extract_value(after, 7)
                     builder.call(form, others)
                 builder.branch(done)
@@ -221,15 +238,16 @@ def _matrix_assembly(high: bool, integer: bool) -> str:
     The first four hold sums, two columns of two rows, the next two activations, the last two weights.
     """
     a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
-    shape, lower_a, lower_c, on = SCRATCH
+    fresh, lower_a, lower_c, on = SCRATCH
     rows = [(a, c), (lower_a, lower_c)] if high else [(a, c)]
     places = [(i, half, place) for i, (_, place) in enumerate(rows) for half in (0, 1)]
     sums = [(f"{64 * half}({place},{c_stride})", f"%tmm{2 * i + half}") for i, half, place in places]
-    lines = [f"ldtilecfg ({shape})"]
+    lines = []
     for first, by, lower in ((a, stride, lower_a), (c, c_stride, lower_c)):
         lines += [f"movq {by}, {lower}", f"shlq $$4, {lower}", f"addq {first}, {lower}"]
     lines += [f"movq {w_stride}, {on}", f"shlq $$4, {on}"]
-    lines += [*(f"tileloadd {place}, {register}" for place, register in sums), "1:"]
+    lines += [f"testq {fresh}, {fresh}", "jnz 2f", *(f"tileloadd {place}, {register}" for place, register in sums)]
+    lines += ["jmp 1f", "2:", *(f"tilezero {register}" for _, register in sums), "1:"]
     for i, (some, _) in enumerate(rows):
         lines.append(f"tileloadd ({some},{stride}), %tmm{4 + i}")
         for half in (0, 1):
@@ -241,7 +259,32 @@ def _matrix_assembly(high: bool, integer: bool) -> str:
         lines += [f"prefetcht1 ({ahead})", f"leaq ({ahead},{gap},2), {ahead}"] * (MATRIX_STEPS // 2)
     lines += [*(f"addq $${4 * MATRIX_STEPS}, {some}" for some, _ in rows), f"addq {on}, {w}"]
     lines += [f"subq $${MATRIX_STEPS}, {steps}", "jg 1b"]
-    return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums), "tilerelease"])
+    return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
+
+
+def _matrix_tile_of(integer: bool):
+    """As a tile of bytes or of pairs of bfloat16, of up to MATRIX_ROWS rows that `_shape` was told; `steps` is a
+    multiple of MATRIX_STEPS. If `fresh` c is written and not added to. Of bytes every second step fetches a line, since
+    two neighbours come together; of pairs none does."""
+
+    @intrinsic
+    def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap, fresh):
+        def generate(context, builder, signature, arguments):
+            if HAS_AMX:
+                more = builder.icmp_signed(">", arguments[0], LONG(16))
+                with builder.if_else(more) as forms:
+                    for form, high in zip(forms, (True, False), strict=True):
+                        with form:
+                            run = _assembled(_matrix_assembly(high, integer), (*REGISTERS, SCRATCH[0]), SCRATCH[1:])
+                            builder.call(run, arguments[1:])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 11), generate
+
+    return tile
+
+
+_byte_matrix_tile, _bf16_matrix_tile = _matrix_tile_of(True), _matrix_tile_of(False)
 
 
 def _matrix_shape(rows: int) -> bytes:
@@ -251,33 +294,20 @@ def _matrix_shape(rows: int) -> bytes:
     return bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *registers, *[0] * 8])
 
 
-def _matrix_tile_of(integer: bool):
-    """As a tile of bytes or of pairs of bfloat16, of up to MATRIX_ROWS rows; `steps` is a multiple of MATRIX_STEPS. Of
-    bytes every second step fetches a line, since two neighbours come together; of pairs none does."""
-
-    @intrinsic
-    def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
-        def generate(context, builder, signature, arguments):
-            long = ir.IntType(64)
-            if HAS_AMX:
-                data = bytearray().join(map(_matrix_shape, range(MATRIX_ROWS + 1)))
-                kind = ir.ArrayType(ir.IntType(8), len(data))
-                shapes = builder.ptrtoint(cgutils.global_constant(builder, "shapes", ir.Constant(kind, data)), long)
-                shape = builder.add(shapes, builder.shl(arguments[0], long(6)))
-                with builder.if_else(builder.icmp_signed(">", arguments[0], long(16))) as forms:
-                    for form, high in zip(forms, (True, False), strict=True):
-                        with form:
-                            text = _matrix_assembly(high, integer)
-                            run = _assembled(text, (*REGISTERS, SCRATCH[0]), SCRATCH[1:])
-                            builder.call(run, [*arguments[1:], shape])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10), generate
-
-    return tile
-
-
-_byte_matrix_tile, _bf16_matrix_tile = _matrix_tile_of(True), _matrix_tile_of(False)
+@_by_hand(I64)
+def _shape(builder, rows):
+    """Makes matrix registers ready for tiles of so many rows, which takes as long as one; 0: gives them back."""
+    if not HAS_AMX:
+        return
+    data = bytearray().join(map(_matrix_shape, range(MATRIX_ROWS + 1)))
+    kind, nothing = ir.ArrayType(ir.IntType(8), len(data)), ir.VoidType()
+    shapes = builder.ptrtoint(cgutils.global_constant(builder, "shapes", ir.Constant(kind, data)), LONG)
+    with builder.if_else(builder.icmp_signed("==", rows, LONG(0))) as (none, some):
+        with none:
+            builder.call(ir.InlineAsm(ir.FunctionType(nothing, []), "tilerelease", "", True), [])
+        with some:
+            load = ir.InlineAsm(ir.FunctionType(nothing, [LONG]), "ldtilecfg ($0)", "r,~{memory}", True)
+            builder.call(load, [builder.add(shapes, builder.shl(rows, LONG(6)))])
 
 
 # Each compiled once: what they are used in would hold a copy.
@@ -299,39 +329,8 @@ def _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
 
 
 @njit(types.void(*[I64] * 10), **OPTIONS)
-def _integer_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
-    """A tile of bytes of the kind that this processor has; what is left of `steps` fetches nothing."""
-    if not HAS_AMX:
-        _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
-        return
-    whole = steps // MATRIX_STEPS * MATRIX_STEPS
-    if whole:
-        _byte_matrix_tile(rows, a, a_stride, w, w_stride, whole, c, c_stride, ahead, gap)
-    if whole < steps:
-        for row in range(0, rows, ROWS):
-            _byte_rows(
-                min(rows - row, ROWS), a + row * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
-                steps - whole, c + row * c_stride, c_stride, w, 0,
-            )  # fmt: skip
-
-
-@njit(types.void(*[I64] * 10), **OPTIONS)
 def _bf16_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     _bf16_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
-
-
-@njit(types.void(*[I64] * 8), **OPTIONS)
-def _bf16_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride):
-    """Of any number, in matrix registers but for what is left of `steps`."""
-    whole = steps // MATRIX_STEPS * MATRIX_STEPS
-    for row in range(0, rows if whole else 0, MATRIX_ROWS):
-        height = min(rows - row, MATRIX_ROWS)
-        _bf16_matrix_tile(height, a + row * a_stride, a_stride, w, w_stride, whole, c + row * c_stride, c_stride, w, 0)
-    for row in range(0, rows if whole < steps else 0, ROWS):
-        _bf16_rows(
-            min(rows - row, ROWS), a + row * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
-            steps - whole, c + row * c_stride, c_stride, w, 0,
-        )  # fmt: skip
 
 
 @njit(types.void(*[I64] * 10), **OPTIONS)
@@ -343,6 +342,47 @@ def _bf16_across_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead,
 def _height(left):
     """Of the next tile, with so many rows left: all are about equal, since a low one takes as long as one of 6."""
     return left if left <= ROWS else (left - 1) // ((left + TALL - 1) // TALL) + 1
+
+
+@njit(I64(I64), inline="always", **OPTIONS)
+def _matrix_height(left):
+    return (left - 1) // ((left + MATRIX_ROWS - 1) // MATRIX_ROWS) + 1
+
+
+@njit(types.void(*[I64] * 10, types.boolean), **OPTIONS)
+def _byte_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap, fresh):
+    """A tile of bytes in matrix registers; what is left of `steps` is not, and fetches nothing."""
+    whole = steps // MATRIX_STEPS * MATRIX_STEPS
+    if whole:
+        _byte_matrix_tile(rows, a, a_stride, w, w_stride, whole, c, c_stride, ahead, gap, fresh)
+    elif fresh:
+        carray(_floats(c), (rows * COLUMNS,))[:] = np.float32(0.0)
+    for row in range(0, rows if whole < steps else 0, ROWS):
+        _byte_rows(
+            min(rows - row, ROWS), a + row * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
+            steps - whole, c + row * c_stride, c_stride, w, 0,
+        )  # fmt: skip
+
+
+@njit(I64(*[I64] * 9, types.boolean), **OPTIONS)
+def _bf16_matrix_rows(shape, rows, a, a_stride, w, w_stride, steps, c, c_stride, fresh):
+    """c[rows, 32] += a[rows, steps] w[steps, 32] of pairs of bfloat16, in matrix registers but for what is left of
+    `steps`. Takes and returns what `_shape` was told last."""
+    whole, row = steps // MATRIX_STEPS * MATRIX_STEPS, 0
+    while row < rows:
+        height = _matrix_height(rows - row)
+        here, sums = a + row * a_stride, c + row * c_stride
+        if height != shape:
+            _shape(height)
+        shape = height
+        _bf16_matrix_tile(height, here, a_stride, w, w_stride, whole, sums, c_stride, w, 0, fresh)
+        for low in range(0, height if whole < steps else 0, ROWS):
+            _bf16_rows(
+                min(height - low, ROWS), here + low * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
+                steps - whole, sums + low * c_stride, c_stride, w, 0,
+            )  # fmt: skip
+        row += height
+    return shape
 
 
 @njit(I64(I64), inline="always", **OPTIONS)
@@ -358,9 +398,6 @@ def _product(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
 
     `bf16`: two bfloat16 of each a step.
     """
-    if bf16 and HAS_AMX:
-        _bf16_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride)
-        return
     row = 0
     while row < rows:
         height, left, sums = _height(rows - row), a + row * a_stride, c + row * c_stride
@@ -401,7 +438,7 @@ def _fetching(matrices, rows, w, nbytes, following):
 
 # Vector instructions by hand: loops over memory that may overlap stay scalar, ten times slower.
 
-VECTOR, WHOLE, LONG = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16), ir.IntType(64)
+VECTOR, WHOLE = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16)
 LANES = ir.Constant(WHOLE, list(range(16)))
 HALVES, SHORTS = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 SUMS = VECTOR_BYTES // 4  # that a register holds
@@ -585,23 +622,6 @@ def _each_of(builder, choice, cases):
         case()
         builder.branch(done)
     builder.position_at_end(done)
-
-
-def _by_hand(*kinds):
-    """An intrinsic of Numba with such arguments from a function that builds it: build(builder, *arguments)."""
-
-    def make(build):
-        def generate(context, builder, signature, arguments):
-            build(builder, *arguments)
-            return context.get_dummy_value()
-
-        def define(context, *arguments):
-            return types.void(*kinds), generate
-
-        define.__name__, define.__doc__, define.__signature__ = build.__name__, build.__doc__, inspect.signature(build)
-        return intrinsic(define)
-
-    return make
 
 
 @_by_hand(I64, I64, I64)
@@ -920,31 +940,31 @@ def wait(context, gate, turn, threads):
 
     def generate(context, builder, signature, arguments):
         gate, turn, threads = arguments
-        long, module = ir.IntType(64), builder.module
+        module = builder.module
 
         def function(name, kind):
             return module.globals.get(name) or ir.Function(module, ir.FunctionType(kind, []), name)
 
-        counter = builder.inttoptr(gate, long.as_pointer())
-        builder.atomic_rmw("add", counter, long(1), "seq_cst")
-        after = builder.add(turn, long(1))
+        counter = builder.inttoptr(gate, LONG.as_pointer())
+        builder.atomic_rmw("add", counter, LONG(1), "seq_cst")
+        after = builder.add(turn, LONG(1))
         target = builder.mul(after, threads)
         entry = builder.block
         look, spin, offer, end = (builder.append_basic_block(name) for name in ("look", "spin", "offer", "end"))
         builder.branch(look)
         builder.position_at_end(look)
-        spins = builder.phi(long)
+        spins = builder.phi(LONG)
         here = builder.load_atomic(counter, "acquire", 8)
         builder.cbranch(builder.icmp_signed(">=", here, target), end, spin)
         builder.position_at_end(spin)
         builder.call(function("llvm.x86.sse2.pause", ir.VoidType()), [])
-        more = builder.add(spins, long(1))
-        full = builder.icmp_signed("==", builder.and_(more, long(SPINS - 1)), long(0))
+        more = builder.add(spins, LONG(1))
+        full = builder.icmp_signed("==", builder.and_(more, LONG(SPINS - 1)), LONG(0))
         builder.cbranch(full, offer, look)
         builder.position_at_end(offer)
         builder.call(function("sched_yield", ir.IntType(32)), [])
         builder.branch(look)
-        spins.add_incoming(long(0), entry)
+        spins.add_incoming(LONG(0), entry)
         spins.add_incoming(more, spin)
         spins.add_incoming(more, offer)
         builder.position_at_end(end)
@@ -1033,6 +1053,7 @@ def _panels(
     most, whole = (MATRIX_DEPTH, 64) if matrices and rows > MATRIX_ROWS else (DEPTH * 4 // size, 8)
     parts = (inner + most - 1) // most
     depth = ((inner + parts - 1) // parts + whole - 1) // whole * whole
+    shape = 0
     for p in range(panels * t // threads, panels * (t + 1) // threads):
         width = min(columns, outer - p * columns)
         scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
@@ -1042,17 +1063,24 @@ def _panels(
             ahead, gap, part = _fetching(matrices, rows, at, nbytes, at + nbytes)
             row = 0
             while row < rows:
-                height = min(rows - row, MATRIX_ROWS) if matrices else _height(rows - row)
+                height = _matrix_height(rows - row) if matrices else _height(rows - row)
                 here, place = a + row * a_stride + first * a_size, sums + row * COLUMNS * 4
                 target = c + row * c_stride + p * columns * 4
-                if first == 0:
+                if first == 0 and not matrices:
                     carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
                 if first + deep == inner:
                     for i in range(height):
                         _fetch_to_write(target + i * c_stride)
                         _fetch_to_write(target + i * c_stride + (width - 1) * 4)
-                if integer:
-                    _integer_rows(height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap)
+                if matrices:
+                    if height != shape:
+                        _shape(height)
+                    shape = height
+                    _byte_matrix_rows(
+                        height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap, first == 0
+                    )
+                elif integer:
+                    _byte_rows(height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap)
                 else:
                     _float_rows(height, here, a_stride, at, COLUMNS * 4, deep, place, COLUMNS * 4, ahead, gap)
                 if first + deep == inner:
@@ -1062,6 +1090,8 @@ def _panels(
                     )  # fmt: skip
                 row += height
                 ahead += part
+    if matrices:
+        _shape(0)
 
 
 @njit(I64(*[I64] * 7, F32, *[I64] * 11), **OPTIONS)
@@ -1344,7 +1374,7 @@ def _attend_block(
     dimensions of a key, one of two values.
     """
     bf16 = HAS_BF16 and element == 2 and dims % 16 == 0
-    matrices = bf16 and HAS_AMX
+    matrices, shape = bf16 and HAS_AMX and dims >= 2 * MATRIX_STEPS, 0
     together = 2 if bf16 else 1  # numbers of a step
     least = together * (MATRIX_STEPS if matrices else 2)  # keys that values are multiplied by together
     rows, last, spare = count * group, start + count, (dims + COLUMNS - 1) // COLUMNS * COLUMNS
@@ -1402,12 +1432,15 @@ def _attend_block(
                 continue
             seen = min(width, highest + 1 - first)
             whole = (seen + least - 1) // least * least
-            carray(_floats(scores), (seen * COLUMNS,))[:] = np.float32(0.0)
+            asked = query + panel * depth * COLUMNS * 4
             carray(_floats(scores + seen * COLUMNS * 4), ((whole - seen) * COLUMNS,))[:] = np.float32(-np.inf)
-            _product(
-                bf16, seen, key, key_stride, query + panel * depth * COLUMNS * 4, COLUMNS * 4, depth, scores,
-                COLUMNS * 4,
-            )  # fmt: skip
+            if matrices:
+                shape = _bf16_matrix_rows(
+                    shape, seen, key, key_stride, asked, COLUMNS * 4, depth, scores, COLUMNS * 4, True
+                )
+            else:
+                carray(_floats(scores), (seen * COLUMNS,))[:] = np.float32(0.0)
+                _product(bf16, seen, key, key_stride, asked, COLUMNS * 4, depth, scores, COLUMNS * 4)
             if first + seen > lowest + 1 or (window != 0 and first <= highest - window):
                 _hide(scores, seen, start, first, group, row, window)
             if bf16:
@@ -1424,16 +1457,17 @@ def _attend_block(
                     _turn(scores + line * COLUMNS * 4, turned + line * 4, TURNED)
                     _turn(scores + line * COLUMNS * 4 + 64, turned + line * 4 + 16 * TURNED, TURNED)
             for at in range(0, spare * 4, COLUMNS * 4):
+                mix_at, steps = mixed + row * spare * 4 + at, whole // together
                 if matrices:
-                    _bf16_matrix_rows(
-                        several, turned, TURNED, value + at, spare * 4, whole // 2, mixed + row * spare * 4 + at,
-                        spare * 4,
-                    )  # fmt: skip
-                    continue
-                _product_across(
-                    bf16, several, scores, COLUMNS * 4, value + at, spare * 4, whole // together,
-                    mixed + row * spare * 4 + at, spare * 4,
-                )  # fmt: skip
+                    shape = _bf16_matrix_rows(
+                        shape, several, turned, TURNED, value + at, spare * 4, steps, mix_at, spare * 4, False
+                    )
+                else:
+                    _product_across(
+                        bf16, several, scores, COLUMNS * 4, value + at, spare * 4, steps, mix_at, spare * 4
+                    )
+    if matrices:
+        _shape(0)
     total = carray(_floats(totals), (rows,))
     for row in range(rows):
         mix, share = carray(_floats(mixed + row * spare * 4), (dims,)), np.float32(1.0) / total[row]
