@@ -1,6 +1,8 @@
 """Linear layers of every kind against the plain product, at any number of rows."""
 
+import ctypes
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline import processor
 from paceline.engine import linear
 from paceline.engine.linear import KINDS, Norm, best_kind, kernels, make_linear, quantize
 
@@ -193,3 +196,25 @@ def test_kernels_for_other_processors(name: str, features: str) -> None:
     other = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
     tests = [str(Path(__file__).with_name(f"{file}.py")) for file in ("test_linear", "test_kv_cache")]
     subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], env=os.environ | other, check=True)
+
+
+def refuse_matrix_registers() -> None:
+    """This process may not ask Linux for them from now on (a filter of system calls, as sandboxes have)."""
+    load, equal, give = 0x20, 0x15, 0x06  # of classic BPF: code, lines to jump if so, if not, a number
+    lines = [
+        (load, 0, 0, 0), (equal, 0, 3, processor.ARCH_PRCTL), (load, 0, 0, 16),  # which call, and its first argument
+        (equal, 0, 1, processor.ARCH_REQ_XCOMP_PERM), (give, 0, 0, 0x00050001), (give, 0, 0, 0x7FFF0000),
+    ]  # fmt: skip
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in lines))
+    described = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(lines), ctypes.addressof(program)))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, described) == 0  # no new rights, then the filter
+
+
+@pytest.mark.skipif(kernels is None or not kernels.HAS_AMX, reason="there are none")
+def test_matrix_registers_that_are_refused_are_not_used() -> None:
+    """Bytes and pairs are multiplied in vectors then, as where a processor has no others."""
+    tests = [str(Path(__file__).with_name(f"{file}.py")) for file in ("test_linear", "test_kv_cache")]
+    code = "from paceline.engine import kernels; assert kernels.HAS_VNNI and not kernels.HAS_AMX"
+    for command in (["-c", code], ["-m", "pytest", "-q", "-k", "not processors", *tests]):
+        subprocess.run([sys.executable, *command], preexec_fn=refuse_matrix_registers, check=True)

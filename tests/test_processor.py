@@ -1,0 +1,30 @@
+"""What Linux is asked for."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from paceline import processor
+
+
+@pytest.mark.parametrize(
+    ("features", "answer", "left"),
+    [
+        ("+avx2,+amx-tile,+amx-int8,-sse4a", 0, "+avx2,+amx-tile,+amx-int8,-sse4a"),
+        ("+avx2,+amx-tile,+amx-int8,-sse4a", -1, "+avx2,-sse4a"),
+        ("+avx2,-amx-tile", None, "+avx2,-amx-tile"),
+    ],
+    ids=["granted", "refused", "not asked"],
+)
+def test_matrix_registers(monkeypatch: pytest.MonkeyPatch, features: str, answer: int | None, left: str) -> None:
+    asked = []
+
+    def syscall(*arguments: int) -> int | None:
+        asked.append(arguments)
+        return answer
+
+    monkeypatch.setattr(processor.config, "CPU_FEATURES", features)
+    monkeypatch.setattr(processor.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
+    processor.ask_for_matrix_registers()
+    assert left == processor.config.CPU_FEATURES
+    assert asked == ([] if answer is None else [(158, 0x1023, 18)])
