@@ -1,7 +1,8 @@
 """vLLM's CPU backend: steps of `budget` tokens, or of its own default where no budget is given; no prefix caching.
 
 int8: weights by output channel, activations by token as they come (W8A8, compressed-tensors); the head stays in
-float32, as it must in that format. Its allocator of choice, tcmalloc, is not on PyPI: it is taken from the system or
+float32, as it must in that format; all else is float32 too, or bfloat16 on processors with AMX, where its products in
+int8 take nothing wider. Its allocator of choice, tcmalloc, is not on PyPI: it is taken from the system or
 from CACHE/lib.
 """
 
@@ -69,12 +70,14 @@ def prepare(cache: Path) -> None:
 class VLLM:
     """The engine in this process, stepped by hand."""
 
-    def __init__(self, model: Path, options: dict) -> None:
+    def __init__(self, model: Path, precision: str, options: dict) -> None:
+        import torch
         import vllm
 
+        dtype = "bfloat16" if precision == "int8" and torch.cpu._is_amx_tile_supported() else "float32"
         llm = vllm.LLM(
             str(model),
-            dtype="float32",
+            dtype=dtype,
             enable_prefix_caching=False,
             max_model_len=LONGEST,
             max_num_seqs=BATCH,
@@ -85,7 +88,7 @@ class VLLM:
         self.runs = 0
         budget = self.engine.vllm_config.scheduler_config.max_num_batched_tokens
         tcmalloc = "with" if "tcmalloc" in os.environ["LD_PRELOAD"] else "WITHOUT"
-        self.about = f"vllm {vllm.__version__}, {budget} tokens a step, {tcmalloc} tcmalloc, libiomp5"
+        self.about = f"vllm {vllm.__version__}, {dtype}, {budget} tokens a step, {tcmalloc} tcmalloc, libiomp5"
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> Tokens:
         from vllm import SamplingParams
@@ -107,7 +110,7 @@ class VLLM:
 def load(checkpoint: Path, precision: str, options: dict, cache: Path) -> VLLM:
     if precision == "int8":
         checkpoint = converted(cache, f"{checkpoint.name}-int8", lambda out: quantize(checkpoint, out))
-    return VLLM(checkpoint, options)
+    return VLLM(checkpoint, precision, options)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,10 @@ ALONE = 16  # rows from which norms, rotations and the like are shared out to th
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
 TURNED = KEYS // 2 * 4 + LINE  # bytes of a query's weights of a block of keys, in pairs
 _activations = octets if BYTE == 1 else shorts  # of products of int8
-BLOCK = 192 // TALL * TALL  # rows that pass a panel of weights together: with two panels they fit into the second cache
+# rows that pass a panel of weights together: with two panels they fit into the second cache; and at most, since matrix
+# registers are done with weights before the next ones have come from memory
+BLOCK = 192 // TALL * TALL
+LARGEST_BLOCK = BLOCK * 3 // 2 if HAS_AMX else BLOCK
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
 
@@ -385,10 +388,12 @@ def _bf16_matrix_rows(shape, rows, a, a_stride, w, w_stride, steps, c, c_stride,
     return shape
 
 
-@njit(I64(I64), inline="always", **OPTIONS)
-def _block(rows):
-    """Of rows that go through linear layers together: equal parts, since few rows cost what many do."""
-    parts = (rows + BLOCK - 1) // BLOCK
+@njit(I64(I64, I64), inline="always", **OPTIONS)
+def _block(rows, scales):
+    """Of rows that go through linear layers together, `scales` of whose weights are somewhere if these are int8: equal
+    parts, since few rows cost what many do."""
+    matrices = HAS_AMX and scales != 0
+    parts = max((rows + (BLOCK // 2 if matrices else BLOCK - 1)) // BLOCK, 1)
     return ((rows + parts - 1) // parts + TALL - 1) // TALL * TALL
 
 
@@ -438,7 +443,7 @@ def _fetching(matrices, rows, w, nbytes, following):
 
 # Vector instructions by hand: loops over memory that may overlap stay scalar, ten times slower.
 
-VECTOR, WHOLE = ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16)
+FLOAT, VECTOR, WHOLE = ir.FloatType(), ir.VectorType(ir.FloatType(), 16), ir.VectorType(ir.IntType(32), 16)
 LANES = ir.Constant(WHOLE, list(range(16)))
 HALVES, SHORTS = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 SUMS = VECTOR_BYTES // 4  # that a register holds
@@ -702,39 +707,55 @@ def _exp16(builder, x):
     return builder.fmul(p, builder.bitcast(power, VECTOR))
 
 
-def _last_of_row(kind: int, integer: bool):
-    """finish(sums, bias, excess, scales, scale, target): 32 sums become outputs at `target`, by `kind` as in `_finish`.
+def _last_of_rows(kind: int, integer: bool):
+    """finish(sums, rows, bias, excess, scales, row_scales, target, stride): sums [rows, 32] become outputs at `target`,
+    rows of which are `stride` bytes apart, by `kind` as in `_finish`.
 
-    Sums of `integer` are int32 and stand for (sums - excess) * scales * scale, all but `scale` a number a column.
+    Sums of `integer` are int32 and stand for (sums - excess) * scales * row_scales, the last a number a row, the others
+    one a column.
     """
 
-    @_by_hand(I64, I64, I64, I64, F32, I64)
-    def finish(builder, sums, bias, excess, scales, scale, target):
-        every, outputs = _spread(builder, scale), []
-        for half in (0, 64):
+    @_by_hand(*[I64] * 8)
+    def finish(builder, sums, rows, bias, excess, scales, row_scales, target, stride):
+        halves = 0, 64
+        added = [_load(builder, bias, half) for half in halves]
+        if integer:
+            more = [_load(builder, excess, half, WHOLE) for half in halves]
+            factors = [_load(builder, scales, half) for half in halves]
+
+        def row(i, nothing):
+            here = builder.add(sums, builder.mul(i, LONG(COLUMNS * 4)))
+            there = builder.add(target, builder.mul(i, stride))
             if integer:
-                counts = builder.sub(_load(builder, sums, half, WHOLE), _load(builder, excess, half, WHOLE))
-                factors = builder.fmul(_load(builder, scales, half), every)
-                value = builder.fmul(builder.sitofp(counts, VECTOR), factors)
+                every = _spread(builder, _load(builder, builder.add(row_scales, builder.shl(i, LONG(2))), 0, FLOAT))
+                counts = [
+                    builder.sub(_load(builder, here, half, WHOLE), one) for half, one in zip(halves, more, strict=True)
+                ]
+                counts = [builder.sitofp(count, VECTOR) for count in counts]
+                by = [builder.fmul(factor, every) for factor in factors]
+                outputs = [builder.fmul(*both) for both in zip(counts, by, strict=True)]
             else:
-                value = _load(builder, sums, half)
-            outputs.append(builder.fadd(value, _load(builder, bias, half)))
-        if kind == GATE:
-            gate = outputs[0]
-            small = _exp16(builder, builder.fneg(_call(builder, "llvm.fabs.v16f32", VECTOR, gate)))
-            above = builder.select(builder.fcmp_ordered(">=", gate, _all16(0.0)), _all16(1.0), small)
-            sigmoid = builder.fdiv(above, builder.fadd(small, _all16(1.0)))
-            outputs = [builder.fmul(builder.fmul(gate, sigmoid), outputs[1])]
-        for half, output in zip((0, 64), outputs, strict=False):
-            if kind == ADD:
-                output = builder.fadd(output, _load(builder, target, half))
-            _store(builder, output, target, half)
+                outputs = [_load(builder, here, half) for half in halves]
+            outputs = [builder.fadd(*both) for both in zip(outputs, added, strict=True)]
+            if kind == GATE:
+                gate = outputs[0]
+                small = _exp16(builder, builder.fneg(_call(builder, "llvm.fabs.v16f32", VECTOR, gate)))
+                above = builder.select(builder.fcmp_ordered(">=", gate, _all16(0.0)), _all16(1.0), small)
+                sigmoid = builder.fdiv(above, builder.fadd(small, _all16(1.0)))
+                outputs = [builder.fmul(builder.fmul(gate, sigmoid), outputs[1])]
+            for half, output in zip(halves, outputs, strict=False):
+                if kind == ADD:
+                    output = builder.fadd(output, _load(builder, there, half))
+                _store(builder, output, there, half)
+            return []
+
+        _loop(builder, rows, [], row)
 
     return finish
 
 
-_store_floats, _add_floats, _gate_floats = (_last_of_row(kind, False) for kind in (STORE, ADD, GATE))
-_store_bytes, _add_bytes, _gate_bytes = (_last_of_row(kind, True) for kind in (STORE, ADD, GATE))
+_store_floats, _add_floats, _gate_floats = (_last_of_rows(kind, False) for kind in (STORE, ADD, GATE))
+_store_bytes, _add_bytes, _gate_bytes = (_last_of_rows(kind, True) for kind in (STORE, ADD, GATE))
 
 
 def _fetch_line(builder, address, write: int = 0, cache: int = NEAREST):
@@ -1014,30 +1035,27 @@ def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scal
 
     STORE: as they are; ADD: added to it; GATE: the panel holds 16 gates and their 16 values, to silu(gate) * value.
     """
-    scale_of = carray(_floats(row_scales), (rows,))
     whole = width == (16 if kind == GATE else COLUMNS)
-    for row in range(rows):
-        here = sums + row * COLUMNS * 4
-        there = target + row * stride if whole else here
-        scale = scale_of[row] if integer else np.float32(0.0)
-        if kind == GATE:
-            if integer:
-                _gate_bytes(here, bias, excess, scales, scale, there)
-            else:
-                _gate_floats(here, bias, excess, scales, scale, there)
-        elif kind == ADD and whole:
-            if integer:
-                _add_bytes(here, bias, excess, scales, scale, there)
-            else:
-                _add_floats(here, bias, excess, scales, scale, there)
-        elif integer:
-            _store_bytes(here, bias, excess, scales, scale, there)
+    there, apart = (target, stride) if whole else (sums, COLUMNS * 4)
+    if kind == GATE:
+        if integer:
+            _gate_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
         else:
-            _store_floats(here, bias, excess, scales, scale, there)
-        if not whole:
-            value, output = carray(_floats(here), (width,)), carray(_floats(target + row * stride), (width,))
-            for i in range(width):
-                output[i] = value[i] + (output[i] if kind == ADD else np.float32(0.0))
+            _gate_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+    elif kind == ADD and whole:
+        if integer:
+            _add_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
+        else:
+            _add_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+    elif integer:
+        _store_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
+    else:
+        _store_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+    for row in range(0 if whole else rows):
+        value = carray(_floats(sums + row * apart), (width,))
+        output = carray(_floats(target + row * stride), (width,))
+        for i in range(width):
+            output[i] = value[i] + (output[i] if kind == ADD else np.float32(0.0))
 
 
 @njit(types.void(*[I64] * 15), **OPTIONS)
@@ -1103,7 +1121,7 @@ def some_linear(
     a, stride, scales = x, x_stride, x
     if norm != 0 or w_scale != 0:
         few = rows < ALONE
-        base = own + BLOCK * COLUMNS * 4 if few else shared
+        base = own + LARGEST_BLOCK * COLUMNS * 4 if few else shared
         begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
         if norm != 0:
             _norm_rows(a, stride, inner, norm, eps, base, inner * 4 + LINE, begin, end)
@@ -1134,7 +1152,7 @@ def linear(
     for t in prange(threads):
         own = space + 64 + t * own_space
         shared = space + 64 + threads * own_space
-        turn, block = 0, _block(rows)
+        turn, block = 0, _block(rows, w_scale)
         for first in range(0, rows, block):
             turn = some_linear(
                 t, threads, space, turn, x + first * x_stride, x_stride, norm, eps, min(block, rows - first), inner, w,
@@ -1550,7 +1568,7 @@ def some_layers(
     mine = np.empty(group * (dims + scores_of(longest)), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
-    block = _block(rows)
+    block = _block(rows, layers[0, QKV + 1])
     for index in range(layers.shape[0]):
         layer, narrows = layers[index], index + 1 == layers.shape[0] and kept.shape[0] < rows
         plan = last_plans[layer[LAYER_WINDOW]] if narrows else plans[layer[LAYER_WINDOW]]
@@ -1584,7 +1602,7 @@ def some_layers(
         turn = wait(gate, turn, threads)
         if narrows:
             rows = kept.shape[0]
-            block = _block(max(rows, 1))
+            block = _block(max(rows, 1), layers[0, QKV + 1])
             if t == 0:
                 for row in range(rows):
                     _copy(mixed + row * mixed_stride, mixed + kept[row] * mixed_stride, q_heads * dims * 4)
@@ -1806,8 +1824,8 @@ def workspace(nbytes: int) -> int:
 def spaces(rows: int, widest: int, threads: int) -> tuple[int, int]:
     """Bytes of work space that `linear` needs in all, and of it each thread's own."""
     row = (4 + BYTE) * widest + 2 * LINE + 4
-    own = BLOCK * COLUMNS * 4 + -(-ALONE * row // LINE) * LINE
-    return LINE + threads * own + min(rows, BLOCK) * row, own
+    own = LARGEST_BLOCK * COLUMNS * 4 + -(-ALONE * row // LINE) * LINE
+    return LINE + threads * own + min(rows, LARGEST_BLOCK) * row, own
 
 
 @functools.cache

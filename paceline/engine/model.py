@@ -257,7 +257,7 @@ class Decoder:
         config, rows, threads = self.config, x.shape[0], kernels.num_threads()
         sizes = (config.heads + 2 * config.kv_heads) * config.head_dim, config.heads * config.head_dim
         pad = kernels.LINE // 4
-        widths = (rows, sizes[0]), (rows, sizes[1] + pad), (min(rows, kernels.BLOCK), config.intermediate + pad)
+        widths = (rows, sizes[0]), (rows, sizes[1] + pad), (min(rows, kernels.LARGEST_BLOCK), config.intermediate + pad)
         heads, mixed, inside = (torch.empty(count, width) for count, width in widths)
         space, own_space = kernels.spaces(rows, max(config.hidden, config.intermediate, sizes[1]), threads)
         layers, shape = self.lines(cache)
