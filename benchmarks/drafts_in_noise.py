@@ -13,7 +13,8 @@ import numpy as np
 
 from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT
 from paceline.latency.step_time import StepTime
-from paceline.speculation.lookahead import Costs, Lookahead, expected
+from paceline.speculation.costs import Costs, expected
+from paceline.speculation.lookahead import Lookahead
 
 PROMPT_TOKENS, OUTPUT, BUDGET, MOST = 64, 96, 512, 8
 FIXED = (0, 1, 2, 3, 4, 6, 8)

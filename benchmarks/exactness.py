@@ -24,7 +24,8 @@ from paceline.core.request import SamplingParams
 from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.offline import Offline
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.costs import Costs
+from paceline.speculation.lookahead import Lookahead
 from tests.engine import law
 from tests.engine.schedules import forced
 

@@ -19,7 +19,7 @@ from paceline.latency.step_time import StepTime
 from paceline.simulator.drafts import SimulatedDrafts
 from paceline.simulator.steps import run as simulate
 from paceline.simulator.world import Requests, SimulatedGroup
-from paceline.speculation.lookahead import Costs
+from paceline.speculation.costs import Costs
 
 CASES = ["small"]
 COSTS, AT_A_TIME, ACCEPTANCES = (0.1, 0.33), (1, 2, 4, 8, 16, 32), (0.3, 0.6, 0.8, 0.9, 0.95)

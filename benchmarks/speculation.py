@@ -28,7 +28,8 @@ from paceline.core.work import SliceOutput
 from paceline.engine.profiler import profile
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline, Output
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.costs import Costs
+from paceline.speculation.lookahead import Lookahead
 
 PROMPT = 64
 PLANS = {  # draft layers, output tokens, rounds of one request, seconds of each way of a load, loads

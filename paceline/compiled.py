@@ -207,6 +207,7 @@ def watched(signature: Any) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         function._cache._cache_file._source_stamp = _stamp(*_made_of(function.py_func))
         function.compile(signature)
+        function.disable_compile()
         return function
 
     return decorate

@@ -70,9 +70,11 @@ def learn(s: State, tokens: int, predicted: float, took: float) -> None:
 
 
 @part
-def learn_beside(s: State, seconds: float) -> None:
-    """So long it took beside the engine: messages, and who has the core."""
-    s.factors[BESIDE] += FOLLOWS * (min(max(seconds, 0.0), LONGEST_S) - s.factors[BESIDE])
+def learn_beside(s: State, seconds: float) -> float:
+    """So long it took beside the engine: messages, and who has the core. Returns what of that counts."""
+    seconds = min(max(seconds, 0.0), LONGEST_S)
+    s.factors[BESIDE] += FOLLOWS * (seconds - s.factors[BESIDE])
+    return seconds
 
 
 @part

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.batching import blocks, held_back, moves, policies
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
-from paceline.batching.pace import LONGEST_S, forgotten, learn_beside, learned, pace_of
+from paceline.batching.pace import forgotten, learn_beside, learned, pace_of
 from paceline.batching.policies import Policy
 from paceline.batching.prediction import (
     NOBODY,
@@ -335,8 +335,7 @@ class Scheduler:
             self.state.factors[TOOK] = result.seconds
         beside = 0.0
         if self.predict and result.seconds and self.pipeline == 1:  # else it may have waited for a stage
-            beside = min(max(0.0, now - begun - result.seconds), LONGEST_S)
-            _learn_beside(self.state, beside)
+            beside = _learn_beside(self.state, now - begun - result.seconds)
         tokens, gone = result.tokens, list[int]()
         if result.failed or self._num_ended:
             tokens = tokens.copy()

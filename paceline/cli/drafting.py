@@ -11,7 +11,8 @@ from paceline.core.drafter_name import FORMS, DrafterName
 from paceline.engine.config import ModelConfig
 from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.costs import Costs
+from paceline.speculation.lookahead import Lookahead
 
 # about, in seconds; what they really take is learnt
 TRIGRAMS, NGRAMS = Costs([0.0], token=1e-4), Costs([0.0, 0.0], once=3e-5)

@@ -1,6 +1,6 @@
 """Drafts in virtual time: how many tokens are drafted in a step, what that takes, and which of them stay.
 
-How many is decided by what decides live (`speculation.lookahead`), on a machine at its usual pace. A drafted token
+How many is decided by what decides live (`speculation.choice`), on a machine at its usual pace. A drafted token
 stays with the same probability everywhere, if those before it do: a number of its own for each request and place in its
 output says whether, so that the same tokens stay however many are drafted.
 """
@@ -32,7 +32,9 @@ from paceline.batching.state import (
 from paceline.compiled import making, part
 from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_KINDS, TAG
 from paceline.latency.step_time import StepTime
-from paceline.speculation.lookahead import THRESHOLDS, Costs, choose, expected, observe, rests
+from paceline.speculation.choice import THRESHOLDS, choose
+from paceline.speculation.costs import Costs, expected
+from paceline.speculation.lookahead import observe, rests
 from paceline.speculation.times import SIZES
 
 LOW_BITS = 0xFFFFFFFF

@@ -18,7 +18,8 @@ from paceline.core.events import Complete, Submit
 from paceline.core.request import Request
 from paceline.latency.step_time import StepTime
 from paceline.simulator.driver import replay
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.costs import Costs
+from paceline.speculation.lookahead import Lookahead
 
 NOBODY = StepShape()
 

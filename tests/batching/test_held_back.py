@@ -19,7 +19,8 @@ from paceline.core.request import (
 )
 from paceline.runtime.api import IDLE
 from paceline.simulator.driver import FixedOutputs, simulate
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.costs import Costs
+from paceline.speculation.lookahead import Lookahead
 
 FLAT, STEEP = Costs([0.1] * 400), Costs([0.1 * n for n in range(400)])  # of a step; seconds
 FREE, DEAR = Costs([0.0] * 400), Costs([0.0, *[0.05] * 399])  # of a drafted token

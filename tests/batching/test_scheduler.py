@@ -17,7 +17,9 @@ from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.events import Advance, Back, Cancel, Complete, Event, Lost, Submit
 from paceline.core.request import SLO, Request, Sequence
 from paceline.simulator.driver import FixedOutputs, simulate
-from paceline.speculation.lookahead import REST, Costs, Lookahead
+from paceline.speculation.choice import REST
+from paceline.speculation.costs import Costs
+from paceline.speculation.lookahead import Lookahead
 from paceline.speculation.times import SIZES, of_tokens
 
 TAKE_ALL_DECODES = {"orca", "sarathi_2023", "sarathi_2023_tile_aligned", "sarathi_serve", "paceline"}

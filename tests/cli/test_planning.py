@@ -22,7 +22,7 @@ from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
 from paceline.placement.search import plan as search
 from paceline.simulator.drafts import SimulatedDrafts
-from paceline.speculation.lookahead import Costs
+from paceline.speculation.costs import Costs
 from tests.cli import command
 from tests.engine import checkpoints
 

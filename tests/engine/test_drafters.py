@@ -24,7 +24,8 @@ from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.vocabulary import SharedVocabulary
 from paceline.runtime.offline import Offline
 from paceline.speculation import ngram
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.costs import Costs
+from paceline.speculation.lookahead import Lookahead
 from tests.engine import law
 from tests.engine.schedules import Schedule, forced, off_and_on
 

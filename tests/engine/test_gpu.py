@@ -37,7 +37,8 @@ from paceline.engine.gpu_plan import Reads
 from paceline.engine.graphs import Graphs
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Offline, Output
-from paceline.speculation.lookahead import Costs, Lookahead
+from paceline.speculation.costs import Costs
+from paceline.speculation.lookahead import Lookahead
 from tests.engine import checkpoints
 from tests.engine.schedules import forced
 from tests.engine.test_model import Paged, load, prompt, reads_some

@@ -9,7 +9,7 @@ from paceline.latency.step_time import StepTime
 from paceline.simulator.drafts import SimulatedDrafts
 from paceline.simulator.steps import run
 from paceline.simulator.world import Requests, Served, SimulatedGroup, Steps
-from paceline.speculation.lookahead import Costs
+from paceline.speculation.costs import Costs
 
 STEP = StepTime(tuple(0.01 + 1e-4 * n for n in range(65)), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 TOKENS = 4001

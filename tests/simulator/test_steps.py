@@ -23,7 +23,8 @@ from paceline.simulator import steps
 from paceline.simulator.drafts import SimulatedDrafts, chance
 from paceline.simulator.driver import FixedOutputs, simulate
 from paceline.simulator.world import Requests, SimulatedGroup, empty_states
-from paceline.speculation.lookahead import Costs, Lookahead, expected
+from paceline.speculation.costs import Costs, expected
+from paceline.speculation.lookahead import Lookahead
 
 # dyadic, so that instants coincide
 FAST = StepTime(tuple(0.25 + n / 8 for n in range(33)), 2**-6, 2**-7, 2**-12, 2**-6, 2**-12, 2**-16)

@@ -8,7 +8,9 @@ import pytest
 from paceline.core.batch import FOLLOWED, FOLLOWED_OF, StepShape
 from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT, SamplingParams
 from paceline.latency.step_time import StepTime
-from paceline.speculation.lookahead import REST, Costs, Lookahead, expected
+from paceline.speculation.choice import REST
+from paceline.speculation.costs import Costs, expected
+from paceline.speculation.lookahead import Lookahead
 from paceline.speculation.times import drafting_of
 
 FLAT = Costs([1.0] * 600)
