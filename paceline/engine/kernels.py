@@ -63,10 +63,10 @@ MATRIX_ROWS, MATRIX_STEPS = 32, 16  # of a tile in matrix registers: at most, an
 MATRIX_DEPTH = 512  # weights of a panel that stay in the first cache, with a tile's activations, while all rows pass
 REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"  # a tile's arguments
 SCRATCH = "%r12", "%r13", "%r14", "%r15"
-# The first cache of a Zen 4 waits for few lines and then stops the core, the second for more: blocks of 4 KiB in any
-# order came with 22 GB/s through the first, with 31 to 39 through the second. On Intel that was not compared.
-NEAREST = 2 if PROCESSOR.startswith("znver") else 1  # the cache that lines are fetched into ahead of their use
-FETCH = f"prefetcht{NEAREST - 1}"
+# What is fetched ahead of its use goes to the second cache. The first waits for few lines and then stops the core: on a
+# Zen 4 blocks of 4 KiB in any order came with 22 GB/s through the first, with 31 to 39 through the second; on an Intel
+# with AMX 8 rows took 1.4 times as long as one (float32, [16384, 2048]) through the first, 1.16 through the second
+FETCH = "prefetcht1"
 AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows; for more
 # than two of them twice as many: a core that computes more looks less far ahead by itself
 LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since the first cache keeps few of rows that
@@ -259,7 +259,7 @@ def _matrix_assembly(high: bool, integer: bool) -> str:
             multiply = "tdpbusd" if integer else "tdpbf16ps"
             lines.append(f"{multiply} %tmm{6 + half}, %tmm{4 + i}, %tmm{2 * i + half}")
     if integer:
-        lines += [f"prefetcht1 ({ahead})", f"leaq ({ahead},{gap},2), {ahead}"] * (MATRIX_STEPS // 2)
+        lines += [f"{FETCH} ({ahead})", f"leaq ({ahead},{gap},2), {ahead}"] * (MATRIX_STEPS // 2)
     lines += [*(f"addq $${4 * MATRIX_STEPS}, {some}" for some, _ in rows), f"addq {on}, {w}"]
     lines += [f"subq $${MATRIX_STEPS}, {steps}", "jg 1b"]
     return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
@@ -758,7 +758,7 @@ _store_floats, _add_floats, _gate_floats = (_last_of_rows(kind, False) for kind 
 _store_bytes, _add_bytes, _gate_bytes = (_last_of_rows(kind, True) for kind in (STORE, ADD, GATE))
 
 
-def _fetch_line(builder, address, write: int = 0, cache: int = NEAREST):
+def _fetch_line(builder, address, write: int = 0, cache: int = 2):
     """Has a line of a cache, 1 or 2, ready that will be read or written soon."""
     byte, whole = ir.IntType(8), ir.IntType(32)
     place = _at(builder, address, 0, byte)
