@@ -5,7 +5,8 @@ accumulators stay in registers while the weights stream by once: what 12 rows co
 pass the same weights again, from the cache, the next ones are fetched from memory, in equal parts a pass. Sums run over
 the inner dimension in one order whatever the number of rows, so a sequence's bits do not depend on its batch. With AVX2
 in place of AVX-512 half as many registers of half the size hold up to 6 rows, of which more than 2 pass 16 columns and
-then the other 16.
+then the other 16. With AMX products of int8, and of pairs of bfloat16, are made of another one of up to 32 rows, whose
+sums, activations and weights are in matrix registers.
 
 Tiles are written in assembly, since no loop that a compiler sees keeps its sums in registers this way with so few other
 instructions; Numba compiles them once per machine (30 s, cached). Addresses are passed instead of arrays: taking

@@ -20,7 +20,7 @@ TILES = kernels is not None and kernels.HAS_TILES
 HALF = [kind for kind in KINDS if "float" in kind]  # on GPUs: test_gpu.py
 FLOAT = [kind for kind in KINDS if "int8" not in kind and kind not in HALF and (TILES or kind != "tiled")]
 INT8 = [kind for kind in KINDS if "int8" in kind and (TILES or kind == "int8")]
-ROWS = (1, 2, 5, 7, 8, 9, 10, 11, 12, 13, 20, 23, 24, 25, 31, 32, 33, 100, 188, 300, 520)
+ROWS = (1, 2, 5, 7, 8, 9, 10, 11, 12, 13, 20, 23, 24, 25, 31, 32, 33, 100, 188, 287, 300, 520)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
