@@ -8,21 +8,26 @@ from paceline import processor
 
 
 @pytest.mark.parametrize(
-    ("features", "answer", "left"),
+    ("system", "features", "answer", "left"),
     [
-        ("+avx2,+amx-tile,+amx-int8,-sse4a", 0, "+avx2,+amx-tile,+amx-int8,-sse4a"),
-        ("+avx2,+amx-tile,+amx-int8,-sse4a", -1, "+avx2,-sse4a"),
-        ("+avx2,-amx-tile", None, "+avx2,-amx-tile"),
+        ("linux", "+avx2,+amx-tile,+amx-int8,-sse4a", 0, "+avx2,+amx-tile,+amx-int8,-sse4a"),
+        ("linux", "+avx2,+amx-tile,+amx-int8,-sse4a", -1, "+avx2,-sse4a"),
+        ("linux", "+avx2,-amx-tile", None, "+avx2,-amx-tile"),
+        ("linux", "", None, ""),
+        ("win32", "+avx2,+amx-tile,+amx-int8", None, "+avx2"),
     ],
-    ids=["granted", "refused", "not asked"],
+    ids=["granted", "refused", "there are none", "none are wanted", "nobody to ask"],
 )
-def test_matrix_registers(monkeypatch: pytest.MonkeyPatch, features: str, answer: int | None, left: str) -> None:
+def test_matrix_registers(
+    monkeypatch: pytest.MonkeyPatch, system: str, features: str, answer: int | None, left: str
+) -> None:
     asked = []
 
     def syscall(*arguments: int) -> int | None:
         asked.append(arguments)
         return answer
 
+    monkeypatch.setattr(processor.sys, "platform", system)
     monkeypatch.setattr(processor.config, "CPU_FEATURES", features)
     monkeypatch.setattr(processor.ctypes, "CDLL", lambda name: SimpleNamespace(syscall=syscall))
     processor.ask_for_matrix_registers()

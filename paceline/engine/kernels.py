@@ -66,7 +66,7 @@ REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"
 SCRATCH = "%r12", "%r13", "%r14", "%r15"
 # What is fetched ahead of its use goes to the second cache. The first waits for few lines and then stops the core: on a
 # Zen 4 blocks of 4 KiB in any order came with 22 GB/s through the first, with 31 to 39 through the second; on an Intel
-# with AMX 8 rows took 1.4 times as long as one (float32, [16384, 2048]) through the first, 1.16 through the second
+# with AMX 8 rows took 1.4 times as long as one (float32, [16384, 2048]) through the first, 1.2 through the second
 FETCH = "prefetcht1"
 AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows; for more
 # than two of them twice as many: a core that computes more looks less far ahead by itself
@@ -342,15 +342,26 @@ def _bf16_across_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead,
     _bf16_across_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
 
-@njit(I64(I64), inline="always", **OPTIONS)
-def _height(left):
-    """Of the next tile, with so many rows left: all are about equal, since a low one takes as long as one of 6."""
-    return left if left <= ROWS else (left - 1) // ((left + TALL - 1) // TALL) + 1
+@njit(types.UniTuple(I64, 2)(types.boolean), inline="always", **OPTIONS)
+def _tall(matrices):
+    """Rows of a tile, in matrix registers or in vectors: of the only one at most, and of one of several."""
+    return (MATRIX_ROWS, MATRIX_ROWS) if matrices else (ROWS, TALL)
 
 
-@njit(I64(I64), inline="always", **OPTIONS)
-def _matrix_height(left):
-    return (left - 1) // ((left + MATRIX_ROWS - 1) // MATRIX_ROWS) + 1
+@njit(I64(I64, types.boolean), inline="always", **OPTIONS)
+def _height(left, matrices):
+    """Of the next tile, with so many rows left: all are about equal, since a low one takes as long as one of 6, and
+    matrix registers keep their shape."""
+    most, tall = _tall(matrices)
+    return left if left <= most else (left - 1) // ((left + tall - 1) // tall) + 1
+
+
+@njit(I64(I64, I64), inline="always", **OPTIONS)
+def _shaped(rows, shape):
+    """What matrix registers are ready for from now on, if `shape` is what they were."""
+    if rows != shape:
+        _shape(rows)
+    return rows
 
 
 @njit(types.void(*[I64] * 10, types.boolean), **OPTIONS)
@@ -374,11 +385,8 @@ def _bf16_matrix_rows(shape, rows, a, a_stride, w, w_stride, steps, c, c_stride,
     `steps`. Takes and returns what `_shape` was told last."""
     whole, row = steps // MATRIX_STEPS * MATRIX_STEPS, 0
     while row < rows:
-        height = _matrix_height(rows - row)
-        here, sums = a + row * a_stride, c + row * c_stride
-        if height != shape:
-            _shape(height)
-        shape = height
+        height = _height(rows - row, True)
+        here, sums, shape = a + row * a_stride, c + row * c_stride, _shaped(height, shape)
         _bf16_matrix_tile(height, here, a_stride, w, w_stride, whole, sums, c_stride, w, 0, fresh)
         for low in range(0, height if whole < steps else 0, ROWS):
             _bf16_rows(
@@ -406,7 +414,7 @@ def _product(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
     """
     row = 0
     while row < rows:
-        height, left, sums = _height(rows - row), a + row * a_stride, c + row * c_stride
+        height, left, sums = _height(rows - row, False), a + row * a_stride, c + row * c_stride
         if bf16:
             _bf16_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
         else:
@@ -419,7 +427,7 @@ def _product_across(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
     """The same with a [steps, rows]."""
     row = 0
     while row < rows:
-        height, left, sums = _height(rows - row), a + row * 4, c + row * c_stride
+        height, left, sums = _height(rows - row, False), a + row * 4, c + row * c_stride
         if bf16:
             _bf16_across_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
         else:
@@ -434,7 +442,7 @@ def _fetching(matrices, rows, w, nbytes, following):
     Those at `following` are needed next: every pass fetches its share. A single pass fetches what it needs itself soon.
     """
     halves = 1 if HAS_AVX512 or rows <= ALL_COLUMNS else 2
-    most, tall = (MATRIX_ROWS, MATRIX_ROWS) if matrices else (ROWS, TALL)
+    most, tall = _tall(matrices)
     passes = ((rows + tall - 1) // tall if rows > most else 1) * halves
     if passes == 1:
         return w + (AHEAD if rows <= 2 else 2 * AHEAD), 2 * LINE, 0
@@ -1082,7 +1090,7 @@ def _panels(
             ahead, gap, part = _fetching(matrices, rows, at, nbytes, at + nbytes)
             row = 0
             while row < rows:
-                height = _matrix_height(rows - row) if matrices else _height(rows - row)
+                height = _height(rows - row, matrices)
                 here, place = a + row * a_stride + first * a_size, sums + row * COLUMNS * 4
                 target = c + row * c_stride + p * columns * 4
                 if first == 0 and not matrices:
@@ -1092,9 +1100,7 @@ def _panels(
                         _fetch_to_write(target + i * c_stride)
                         _fetch_to_write(target + i * c_stride + (width - 1) * 4)
                 if matrices:
-                    if height != shape:
-                        _shape(height)
-                    shape = height
+                    shape = _shaped(height, shape)
                     _byte_matrix_rows(
                         height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap, first == 0
                     )
