@@ -75,7 +75,6 @@ LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
-TURNED = KEYS // 2 * 4 + LINE  # bytes of a query's weights of a block of keys, in pairs
 _activations = octets if BYTE == 1 else shorts  # of products of int8
 # rows that pass a panel of weights together: with two panels they fit into the second cache; and at most, since matrix
 # registers are done with weights before the next ones have come from memory
@@ -88,9 +87,11 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}  # everything but ignoring infinit
 I64, F32, LONG = types.int64, types.float32, ir.IntType(64)
 EXACT = {"nogil": True, "cache": True}
 OPTIONS = {**EXACT, "fastmath": FAST}
-EXP = tuple(np.float32(c) for c in (
-    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
-))  # fmt: skip
+# of e^r, |r| <= ln 2 / 2, from the highest power on: those of Cephes' expf, and the best of degree 3 that are 1 in 0
+EXP = (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0,
+)  # fmt: skip
+ROUGH_EXP = 0.16517976, 0.50413038, 1.00019584, 1.0
 
 
 @intrinsic
@@ -123,11 +124,11 @@ def _by_hand(*kinds):
 # The tile
 
 
-def _assembly(rows: int, columns: int, integer: bool, across: bool, bf16: bool) -> str:
+def _assembly(rows: int, columns: int, integer: bool, bf16: bool) -> str:
     """A tile: the sums of a row are in registers side by side, a step's weights behind all sums, then activations."""
     a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
     four, eight, three, place = SCRATCH  # a four and eight rows on, three strides, where a row of sums is in memory
-    bases = (a,) if across else (a, four, eight)[: (rows + 3) // 4]
+    bases = (a, four, eight)[: (rows + 3) // 4]
     parts = range(columns * 4 // VECTOR_BYTES)  # vectors of a row
     weights = len(parts) * (ALL_COLUMNS if columns == COLUMNS else ROWS)
     spread, pairs = weights + len(parts), integer and BYTE == 2
@@ -169,16 +170,16 @@ def _assembly(rows: int, columns: int, integer: bool, across: bool, bf16: bool) 
             if pair == 0:
                 lines += [f"{FETCH} {offset}({ahead})" for offset in (0, LINE)] + [f"addq {gap}, {ahead}"]
             for row in range(rows):
-                index = ("", f",{stride}", f",{stride},2", f",{three}")[step if across else row % 4]
+                index = ("", f",{stride}", f",{stride},2", f",{three}")[row % 4]
                 number = 2 * step + pair if pairs else step
-                value = f"{4 * row}({a}{index})" if across else f"{4 * number}({bases[row // 4]}{index})"
+                value = f"{4 * number}({bases[row // 4]}{index})"
                 one = register(spread if pairs else spread + row % (NUM_REGISTERS - spread))
                 if index or integer or row % 4 or not HAS_AVX512:
                     lines.append(f"{'vpbroadcastd' if integer else 'vbroadcastss'} {value}, {one}")
                 else:
                     one = value + "{{1to16}}"  # fewer instructions, more loads: for some rows
                 lines += products(row, one)
-    on = [f"leaq ({a},{stride},2), {a}"] if across else [f"addq $${16 if pairs else 8}, {base}" for base in bases]
+    on = [f"addq $${16 if pairs else 8}, {base}" for base in bases]
     lines += [f"leaq ({w},{w_stride},2), {w}", *on, f"subq $$2, {steps}", "jg 1b"]
     return "\n".join([*lines, *sums("vmovups {1}, {0}")]).replace("{{1to16}}", "{1to16}")
 
@@ -192,14 +193,13 @@ def _assembled(text: str, registers: Sequence[str], lost: Sequence[str]) -> ir.I
     return ir.InlineAsm(ir.FunctionType(ir.LiteralStructType(longs), longs), text, constraint, True)
 
 
-def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
+def _tile_of(integer: bool = False, bf16: bool = False):
     """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
 
     Addresses and strides in bytes; 1 to ROWS rows, `steps` is even. Floats, or for `integer` 4 numbers of `a` from 1 to
     255, of BYTE bytes each, and 4 signed bytes of every column of `w` a step, summed in int32: with VNNI a column's
     four together, else two of every column and then the next two. For `bf16` two bfloat16 of each a step, summed in
-    float32. `across`: a is [steps, rows] in memory. Every step fetches two lines at `ahead`, which then moves on by
-    `gap`.
+    float32. Every step fetches two lines at `ahead`, which then moves on by `gap`.
     """
     lost = [*SCRATCH, *(f"%{REGISTER}{i}" for i in range(NUM_REGISTERS))]
 
@@ -214,7 +214,7 @@ def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
                 choice.add_case(LONG(count), block)
                 builder.position_at_end(block)
                 columns = COLUMNS if count <= ALL_COLUMNS else COLUMNS // 2
-                form = _assembled(_assembly(count, columns, integer, across, bf16), REGISTERS, lost)
+                form = _assembled(_assembly(count, columns, integer, bf16), REGISTERS, lost)
                 after = builder.call(form, arguments[1:])
                 if columns < COLUMNS:  # then the other half, which goes on with what is fetched
                     others = list(arguments[1:])
@@ -231,9 +231,7 @@ def _tile_of(integer: bool = False, across: bool = False, bf16: bool = False):
     return tile
 
 
-_float_tile, _across_tile = _tile_of(), _tile_of(across=True)
-_byte_tile = _tile_of(integer=True)
-_bf16_tile, _bf16_across_tile = _tile_of(bf16=True), _tile_of(across=True, bf16=True)
+_float_tile, _byte_tile, _bf16_tile = _tile_of(), _tile_of(integer=True), _tile_of(bf16=True)
 
 
 def _matrix_assembly(high: bool, integer: bool) -> str:
@@ -323,11 +321,6 @@ def _float_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
 
 
 @njit(types.void(*[I64] * 10), **OPTIONS)
-def _across_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
-    _across_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
-
-
-@njit(types.void(*[I64] * 10), **OPTIONS)
 def _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     _byte_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
@@ -335,11 +328,6 @@ def _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
 @njit(types.void(*[I64] * 10), **OPTIONS)
 def _bf16_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     _bf16_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
-
-
-@njit(types.void(*[I64] * 10), **OPTIONS)
-def _bf16_across_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
-    _bf16_across_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
 
 @njit(types.UniTuple(I64, 2)(types.boolean), inline="always", **OPTIONS)
@@ -379,24 +367,6 @@ def _byte_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead,
         )  # fmt: skip
 
 
-@njit(I64(*[I64] * 9, types.boolean), **OPTIONS)
-def _bf16_matrix_rows(shape, rows, a, a_stride, w, w_stride, steps, c, c_stride, fresh):
-    """c[rows, 32] += a[rows, steps] w[steps, 32] of pairs of bfloat16, in matrix registers but for what is left of
-    `steps`. Takes and returns what `_shape` was told last."""
-    whole, row = steps // MATRIX_STEPS * MATRIX_STEPS, 0
-    while row < rows:
-        height = _height(rows - row, True)
-        here, sums, shape = a + row * a_stride, c + row * c_stride, _shaped(height, shape)
-        _bf16_matrix_tile(height, here, a_stride, w, w_stride, whole, sums, c_stride, w, 0, fresh)
-        for low in range(0, height if whole < steps else 0, ROWS):
-            _bf16_rows(
-                min(height - low, ROWS), here + low * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
-                steps - whole, sums + low * c_stride, c_stride, w, 0,
-            )  # fmt: skip
-        row += height
-    return shape
-
-
 @njit(I64(I64, I64), inline="always", **OPTIONS)
 def _block(rows, scales):
     """Of rows that go through linear layers together, `scales` of whose weights are somewhere if these are int8: equal
@@ -406,33 +376,30 @@ def _block(rows, scales):
     return ((rows + parts - 1) // parts + TALL - 1) // TALL * TALL
 
 
-@njit(types.void(I64, *[I64] * 8), **OPTIONS)
-def _product(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
-    """c[rows, 32] += a[rows, steps] w[steps, 32] of floats that are in a cache: nothing has to be fetched ahead.
+@njit(I64(types.boolean, types.boolean, *[I64] * 7, types.boolean), **OPTIONS)
+def _product(matrices, bf16, shape, rows, a, a_stride, w, steps, c, fresh):
+    """c[rows, 32] += a[rows, steps] w[steps, 32] of floats, or of `bf16` two a step, that are in a cache: nothing has
+    to be fetched ahead. If `fresh` c is written and not added to.
 
-    `bf16`: two bfloat16 of each a step.
+    Takes and returns what `_shape` was told last; what is left of `steps` is not for matrix registers.
     """
-    row = 0
+    line, whole, row = COLUMNS * 4, steps // MATRIX_STEPS * MATRIX_STEPS if matrices else 0, 0
+    if fresh and not matrices:
+        carray(_floats(c), (rows * COLUMNS,))[:] = np.float32(0.0)
     while row < rows:
-        height, left, sums = _height(rows - row, False), a + row * a_stride, c + row * c_stride
-        if bf16:
-            _bf16_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
-        else:
-            _float_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
+        height = _height(rows - row, matrices)
+        here, sums = a + row * a_stride, c + row * line
+        if matrices:
+            shape = _shaped(height, shape)
+            _bf16_matrix_tile(height, here, a_stride, w, line, whole, sums, line, w, 0, fresh)
+        for low in range(0, height if whole < steps else 0, ROWS):
+            some, left, weights = min(height - low, ROWS), here + low * a_stride + whole * 4, w + whole * line
+            if bf16:
+                _bf16_rows(some, left, a_stride, weights, line, steps - whole, sums + low * line, line, w, 0)
+            else:
+                _float_rows(some, left, a_stride, weights, line, steps - whole, sums + low * line, line, w, 0)
         row += height
-
-
-@njit(types.void(I64, *[I64] * 8), **OPTIONS)
-def _product_across(bf16, rows, a, a_stride, w, w_stride, steps, c, c_stride):
-    """The same with a [steps, rows]."""
-    row = 0
-    while row < rows:
-        height, left, sums = _height(rows - row, False), a + row * 4, c + row * c_stride
-        if bf16:
-            _bf16_across_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
-        else:
-            _across_rows(height, left, a_stride, w, w_stride, steps, sums, c_stride, w, 0)
-        row += height
+    return shape
 
 
 @njit(types.UniTuple(I64, 3)(types.boolean, *[I64] * 4), **OPTIONS)
@@ -576,10 +543,16 @@ def _bf16(builder, value):
     return builder.call(ir.InlineAsm(kind, "vcvtneps2bf16 $1, $0", "=v,v", False), [value])
 
 
-def _pair(builder, low, high):
-    """16 times two floats as bfloat16, in 32 bits."""
-    bits = [builder.zext(_bf16(builder, one), WHOLE) for one in (low, high)]
-    return builder.bitcast(builder.or_(bits[0], builder.shl(bits[1], _all16(16, WHOLE))), VECTOR)
+def _pair(builder, low, high, ties=True):
+    """16 times two floats as bfloat16, in 32 bits. Without `ties` those are rounded up, in half the time: in what comes
+    from half precision they are many, in weights that were just computed none."""
+    if ties:
+        bits = [builder.zext(_bf16(builder, one), WHOLE) for one in (low, high)]
+        return builder.bitcast(builder.or_(bits[0], builder.shl(bits[1], _all16(16, WHOLE))), VECTOR)
+    bits = [builder.add(builder.bitcast(one, WHOLE), _all16(1 << 15, WHOLE)) for one in (low, high)]
+    shorts = ir.VectorType(ir.IntType(16), 32)
+    both = [builder.bitcast(one, shorts) for one in (builder.lshr(bits[0], _all16(16, WHOLE)), bits[1])]
+    return builder.bitcast(_pick(builder, *both, np.arange(32) + np.arange(32) % 2 * 32), VECTOR)
 
 
 def _loop(builder, count, firsts, turn):
@@ -598,13 +571,14 @@ def _loop(builder, count, firsts, turn):
     return afters
 
 
-def _over(builder, count, each, firsts, turn):
+def _over(builder, count, each, firsts, turn, masks=HAS_AVX512):
     """values = turn(i, left, values) for every `each`, a power of 2, of `count` numbers; returns the last ones.
 
-    `left` is how many there are from these on, or None where all are there: masks cost nothing with AVX-512 alone.
+    `left` is how many there are from these on, or None where all are there; with `masks`, which cost little with
+    AVX-512 alone, never None.
     """
     bits = LONG(each.bit_length() - 1)
-    if HAS_AVX512:
+    if masks:
         parts = builder.lshr(builder.add(count, LONG(each - 1)), bits)
         return _loop(builder, parts, firsts, lambda i, now: turn(i, builder.sub(count, builder.shl(i, bits)), now))
 
@@ -655,7 +629,7 @@ def _converts(load, store, source_bytes, target_bytes):
             store(builder, value, builder.add(target, builder.mul(first, LONG(target_bytes))), mask)
             return []
 
-        _over(builder, count, 16, [], some)
+        _over(builder, count, 16, [], some, False)
 
     return convert
 
@@ -663,19 +637,6 @@ def _converts(load, store, source_bytes, target_bytes):
 _narrow = _converts(_load_some, _store_halves, 4, 2)
 _widen = _converts(_load_halves, _store_some, 2, 4)
 _halves_to_bf16 = _converts(_load_halves, _store_bf16, 2, 2)
-
-
-@_by_hand(I64, I64, I64, I64)
-def _pair_up(builder, target, first, second, count):
-    """Half-precision numbers, two and two from both places, as bfloat16."""
-
-    def some(i, left, nothing):
-        at, mask = builder.shl(i, LONG(5)), _mask(builder, left)
-        both = [_load_halves(builder, builder.add(place, at), mask) for place in (first, second)]
-        _store_some(builder, _pair(builder, *both), builder.add(target, builder.shl(i, LONG(6))), mask)
-        return []
-
-    _over(builder, count, 16, [], some)
 
 
 @njit(types.void(I64, I64, I64, I64), inline="always", **OPTIONS)
@@ -696,23 +657,22 @@ def _recall(target, source, count, element):
         _copy(target, source, count * 4)
 
 
-def _exp16(builder, x):
-    """e^x of 16 numbers <= 0, relative error below 1e-7; 0 below -87.7, where sums would be denormal.
+def _exp16(builder, x, rough=False):
+    """e^x of 16 numbers <= 0, relative error below 1e-7, or 2e-4 if `rough`; 0 below -87.7, where it is denormal.
 
-    x = n ln 2 + r, |r| <= ln 2 / 2: a polynomial in r (the one of Cephes' expf), then n into the exponent's bits. n,
-    rounded, is in the last bits of x / ln 2 + 1.5 x 2^23.
+    x = n ln 2 + r, |r| <= ln 2 / 2: a polynomial in r, then n into the exponent's bits. n, rounded, is in the last bits
+    of x / ln 2 + 1.5 x 2^23.
     """
     x = builder.select(builder.fcmp_ordered(">", _all16(-88.0), x), _all16(-88.0), x)  # n = -127: the power is 0
     shifted = _fma(builder, x, _all16(float(np.float32(1.4426950408889634))), _all16(12582912.0))
-    power = builder.sub(builder.bitcast(shifted, WHOLE), _all16(0x4B400000, WHOLE))
-    n = builder.sitofp(power, VECTOR)
-    r = _fma(builder, n, _all16(-0.693359375), x)
-    r = _fma(builder, n, _all16(float(np.float32(2.12194440e-4))), r)
-    p = _all16(float(EXP[0]))
-    for coefficient in EXP[1:]:
-        p = _fma(builder, p, r, _all16(float(coefficient)))
-    p = builder.fadd(_fma(builder, builder.fmul(p, r), r, r), _all16(1.0))
-    power = builder.shl(builder.add(power, _all16(127, WHOLE)), _all16(23, WHOLE))
+    n, r = builder.fsub(shifted, _all16(12582912.0)), x
+    for part in (-0.6931471806,) if rough else (-0.693359375, 2.12194440e-4):
+        r = _fma(builder, n, _all16(float(np.float32(part))), r)
+    first, *others = ROUGH_EXP if rough else EXP
+    p = _all16(float(np.float32(first)))
+    for coefficient in others:
+        p = _fma(builder, p, r, _all16(float(np.float32(coefficient))))
+    power = builder.shl(builder.add(builder.bitcast(shifted, WHOLE), _all16(127, WHOLE)), _all16(23, WHOLE))
     return builder.fmul(p, builder.bitcast(power, VECTOR))
 
 
@@ -780,19 +740,19 @@ def _fetch_to_write(builder, address):
 
 
 def _softens(lines: int):
-    """soften(scores, count, peaks, totals, shrink): online softmax of 32 queries over scores [count, 32].
+    """soften(scores, count, peaks, totals, outputs, dims): online softmax of 32 queries over scores [count, 32].
 
     They become weights: a line of floats for each, or one of pairs of bfloat16 for two `lines`. peaks[0:32] and
-    totals[0:32] are of what came before, then with these; what came before shrinks by shrink[0:32].
+    totals[0:32] are of what came before, then with these; what came before in outputs [dims, 32] shrinks.
     """
 
-    @_by_hand(*[I64] * 5)
-    def soften(builder, scores, count, peaks, totals, shrink):
+    @_by_hand(*[I64] * 6)
+    def soften(builder, scores, count, peaks, totals, outputs, dims):
         halves = 0, 64
 
         def larger(row, values):
-            line = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
-            new = [_load(builder, line, half) for half in halves]
+            line = builder.add(scores, builder.mul(row, LONG(2 * COLUMNS * 4)))
+            new = [_load(builder, line, place) for place in (*halves, 128, 192)]
             return [_larger(builder, score, value) for score, value in zip(new, values, strict=True)]
 
         def weigh(row, sums):
@@ -800,19 +760,27 @@ def _softens(lines: int):
             target = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
             for half, level, total in zip(halves, levels, sums, strict=True):
                 scored = [_load(builder, line, COLUMNS * 4 * i + half) for i in range(lines)]
-                weights = [_exp16(builder, builder.fsub(score, level)) for score in scored]  # 0 of -inf
-                _store(builder, _pair(builder, *weights) if lines == 2 else weights[0], target, half)
+                weights = [_exp16(builder, builder.fsub(score, level), lines == 2) for score in scored]  # 0 of -inf
+                _store(builder, _pair(builder, *weights, ties=False) if lines == 2 else weights[0], target, half)
                 after.append(functools.reduce(builder.fadd, weights, total))
             return after
 
+        def shrink(row, nothing):
+            line = builder.add(outputs, builder.mul(row, LONG(COLUMNS * 4)))
+            for half, factor in zip(halves, factors, strict=True):
+                _store(builder, builder.fmul(_load(builder, line, half), factor), line, half)
+            return []
+
         before = [_load(builder, peaks, half) for half in halves]
-        tops = _loop(builder, count, before, larger)
+        found = _loop(builder, builder.lshr(count, LONG(1)), [*before, *before], larger)
+        tops = [_larger(builder, *both) for both in zip(found[:2], found[2:], strict=True)]
         endless = [builder.fcmp_ordered("==", top, _all16(float("-inf"))) for top in tops]
         levels = [builder.select(none, _all16(0.0), top) for none, top in zip(endless, tops, strict=True)]
         factors = [_exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
         kept = [builder.fmul(_load(builder, totals, half), factors[i]) for i, half in enumerate(halves)]
         sums = _loop(builder, builder.lshr(count, LONG(lines - 1)), kept, weigh)
-        for values, place in ((tops, peaks), (sums, totals), (factors, shrink)):
+        _loop(builder, dims, [], shrink)
+        for values, place in ((tops, peaks), (sums, totals)):
             for half, value in zip(halves, values, strict=True):
                 _store(builder, value, place, half)
 
@@ -1356,36 +1324,32 @@ def _exchange(builder, rows):
             rows[i], rows[i | bit] = (_pick(builder, *pair, (lanes & ~bit | own) + other) for own in (0, bit))
 
 
-def _transposes(bf16: bool):
-    """transpose(sources, offset, scale, target): 16 numbers at each of the 16 addresses `sources` + offset, times
-    scale, become columns of target [16, 32]; [8, 32] pairs where they are `bf16`."""
+def _transposes(load=_load_some, before=False, after=False):
+    """transpose(sources, offset, left, scale, target, stride): 16 numbers, or `left`, at each of 16 addresses `sources`
+    + offset, times scale, become columns of target, whose 16 lines are `stride` bytes apart.
 
-    @_by_hand(I64, I64, F32, I64)
-    def transpose(builder, sources, offset, scale, target):
-        every, rows = _spread(builder, scale), []
-        for i in range(16):
+    Or pairs of bfloat16: numbers at two of 32 addresses, if put together `before`, or two of 8 lines, if `after`.
+    """
+
+    def paired(builder, rows):
+        return [_pair(builder, *both) for both in zip(rows[::2], rows[1::2], strict=True)]
+
+    @_by_hand(I64, I64, I64, F32, I64, I64)
+    def transpose(builder, sources, offset, left, scale, target, stride):
+        every, mask, rows = _spread(builder, scale), _mask(builder, left), []
+        for i in range(32 if before else 16):
             source = builder.add(_load(builder, sources, 8 * i, LONG), offset)
-            rows.append(builder.fmul(_load(builder, source), every))
+            rows.append(builder.fmul(load(builder, source, mask), every))
+        rows = paired(builder, rows) if before else rows
         _exchange(builder, rows)
-        if bf16:
-            rows = [_pair(builder, *both) for both in zip(rows[::2], rows[1::2], strict=True)]
-        for i, row in enumerate(rows):
-            _store(builder, row, target, 4 * COLUMNS * i)
+        for i, row in enumerate(paired(builder, rows) if after else rows):
+            _store(builder, row, builder.add(target, builder.mul(stride, LONG(i))))
 
     return transpose
 
 
-_transpose16, _transpose_pairs = _transposes(False), _transposes(True)
-
-
-@_by_hand(I64, I64, I64)
-def _turn(builder, source, target, stride):
-    """16 lines of 16 numbers, COLUMNS apart, become columns, `stride` bytes apart."""
-    rows = [_load(builder, source, 4 * COLUMNS * i) for i in range(16)]
-    _exchange(builder, rows)
-    for row in rows:
-        _store(builder, row, target)
-        target = builder.add(target, stride)
+_transpose_floats, _transpose_halves = _transposes(), _transposes(_load_halves)
+_transpose_pairs, _transpose_to_pairs = _transposes(_load_halves, before=True), _transposes(after=True)
 
 
 @njit(types.void(*[I64] * 13, F32, *[I64] * 3), **OPTIONS)
@@ -1393,7 +1357,8 @@ def _attend_block(
     queries, stride, count, start, table, keys, values, block_stride, group, size, dims, element, window, scale, out,
     out_stride, work,
 ):  # fmt: skip
-    """One block of queries of one key-value head. Scores are [keys, 32 queries]: all that follows is in 32 columns.
+    """One block of queries of one key-value head. Scores are [keys, 32 queries], outputs [dims, 32 queries]: all is in
+    32 columns, and values are turned as they are read, once for all queries.
 
     Keys and values that are kept in half precision are multiplied as bfloat16 where the processor can, in pairs: two
     dimensions of a key, one of two values.
@@ -1402,53 +1367,59 @@ def _attend_block(
     matrices, shape = bf16 and HAS_AMX and dims >= 2 * MATRIX_STEPS, 0
     together = 2 if bf16 else 1  # numbers of a step
     least = together * (MATRIX_STEPS if matrices else 2)  # keys that values are multiplied by together
-    rows, last, spare = count * group, start + count, (dims + COLUMNS - 1) // COLUMNS * COLUMNS
-    panels, depth = (rows + COLUMNS - 1) // COLUMNS, dims // together
-    key_stride = depth * 4 + LINE
+    rows, last, spare = count * group, start + count, (dims + 15) // 16 * 16
+    panels, depth, one = (rows + COLUMNS - 1) // COLUMNS, dims // together, np.float32(1.0)
+    key_stride, value_stride = depth * 4 + LINE, KEYS // together * 4 + LINE
     places = carray(_longs(table), ((last + size - 1) // size,))
-    query = work  # [panels, depth, 32]
-    mixed = query + panels * depth * COLUMNS * 4  # [panels * 32, spare]
-    scores = mixed + panels * COLUMNS * spare * 4  # [KEYS, 32]
+    query, query_panel = work, spare // together * COLUMNS * 4  # [panels, depth, 32]
+    mixed = query + panels * query_panel  # [panels, spare, 32]
+    scores = mixed + panels * spare * COLUMNS * 4  # [KEYS, 32]
     key = scores + KEYS * COLUMNS * 4
-    value = key + KEYS * key_stride  # [KEYS / together, spare]
-    peaks = value + KEYS // together * spare * 4
+    value = key + KEYS * key_stride  # [spare, KEYS / together]
+    lines = value + spare * value_stride  # [32, spare]: outputs of a panel; before, the first is of zeros
+    peaks = lines + COLUMNS * spare * 4
     totals = peaks + panels * COLUMNS * 4
-    shrink = totals + panels * COLUMNS * 4
-    turned = shrink + COLUMNS * 4  # [32, KEYS / 2] for matrix registers
-    carray(_floats(mixed), (panels * COLUMNS * spare,))[:] = np.float32(0.0)
+    carray(_floats(mixed), (panels * spare * COLUMNS,))[:] = np.float32(0.0)
     carray(_floats(peaks), (panels * COLUMNS,))[:] = np.float32(-np.inf)
     carray(_floats(totals), (panels * COLUMNS,))[:] = np.float32(0.0)
-    source = carray(_longs(scores), (16,))  # not yet in use
+    carray(_floats(lines), (spare,))[:] = np.float32(0.0)
+    sources = scores  # addresses, while there are no scores
+    source = carray(_longs(sources), (16 * together,))
     for column in range(0, panels * COLUMNS, 16):
         for i in range(16):  # in the columns that are left over something is computed, for nobody
             row = min(column + i, rows - 1)
             source[i] = queries + row // group * stride + row % group * dims * 4
-        target = query + (column // COLUMNS * depth * COLUMNS + column % COLUMNS) * 4
-        for d in range(0, dims - 15, 16):
+        target = query + column // COLUMNS * query_panel + column % COLUMNS * 4
+        for d in range(0, dims, 16):
+            to = target + d // together * COLUMNS * 4
             if bf16:
-                _transpose_pairs(scores, d * 4, scale, target + d // 2 * COLUMNS * 4)
+                _transpose_to_pairs(sources, d * 4, dims - d, scale, to, COLUMNS * 4)
             else:
-                _transpose16(scores, d * 4, scale, target + d * COLUMNS * 4)
-        for d in range(dims // 16 * 16, dims):
-            line = carray(_floats(target + d * COLUMNS * 4), (16,))
-            for i in range(16):
-                line[i] = carray(_floats(source[i]), (dims,))[d] * scale
+                _transpose_floats(sources, d * 4, dims - d, scale, to, COLUMNS * 4)
     begin = max(0, start - window + 1) // KEYS * KEYS if window != 0 else 0
     for first in range(begin, last, KEYS):
-        width, before = min(KEYS, last - first), 0
-        for j in range(width):
-            at = places[(first + j) // size] * block_stride + (first + j) % size * dims * element
-            if bf16:
-                _halves_to_bf16(key + j * key_stride, keys + at, dims)
-                if j % 2 or j + 1 == width:  # the last one may be alone: its counterpart's weight is 0
-                    _pair_up(value + j // 2 * spare * 4, values + (before if j % 2 else at), values + at, dims)
-                before = at
-            else:
-                _recall(key + j * key_stride, keys + at, dims, element)
-                _recall(value + j * spare * 4, values + at, dims, element)
-        lines, filled = (width + together - 1) // together, (width + least - 1) // least * least // together
-        if lines < filled:  # the weights of these will be 0
-            carray(_floats(value + lines * spare * 4), ((filled - lines) * spare,))[:] = np.float32(0.0)
+        width, page, slot = min(KEYS, last - first), first // size, first % size
+        for low in range(0, width, 16 * together):
+            for i in range(16 * together):
+                source[i] = lines  # the weights of these will be 0
+                if low + i < width:
+                    at = places[page] * block_stride + slot * dims * element
+                    source[i] = values + at
+                    if bf16:
+                        _halves_to_bf16(key + (low + i) * key_stride, keys + at, dims)
+                    else:
+                        _recall(key + (low + i) * key_stride, keys + at, dims, element)
+                    slot += 1
+                    if slot == size:
+                        page, slot = page + 1, 0
+            for d in range(0, dims, 16):
+                to = value + d * value_stride + low // together * 4
+                if bf16:
+                    _transpose_pairs(sources, d * element, dims - d, one, to, value_stride)
+                elif element == 2:
+                    _transpose_halves(sources, d * element, dims - d, one, to, value_stride)
+                else:
+                    _transpose_floats(sources, d * element, dims - d, one, to, value_stride)
         for panel in range(panels):
             row = panel * COLUMNS
             several = min(COLUMNS, rows - row)
@@ -1457,45 +1428,28 @@ def _attend_block(
                 continue
             seen = min(width, highest + 1 - first)
             whole = (seen + least - 1) // least * least
-            asked = query + panel * depth * COLUMNS * 4
+            asked = query + panel * query_panel
             carray(_floats(scores + seen * COLUMNS * 4), ((whole - seen) * COLUMNS,))[:] = np.float32(-np.inf)
-            if matrices:
-                shape = _bf16_matrix_rows(
-                    shape, seen, key, key_stride, asked, COLUMNS * 4, depth, scores, COLUMNS * 4, True
-                )
-            else:
-                carray(_floats(scores), (seen * COLUMNS,))[:] = np.float32(0.0)
-                _product(bf16, seen, key, key_stride, asked, COLUMNS * 4, depth, scores, COLUMNS * 4)
+            shape = _product(matrices, bf16, shape, seen, key, key_stride, asked, depth, scores, True)
             if first + seen > lowest + 1 or (window != 0 and first <= highest - window):
                 _hide(scores, seen, start, first, group, row, window)
+            mix = mixed + panel * spare * COLUMNS * 4
             if bf16:
-                _soften_pairs(scores, whole, peaks + row * 4, totals + row * 4, shrink)
+                _soften_pairs(scores, whole, peaks + row * 4, totals + row * 4, mix, dims)
             else:
-                _soften(scores, whole, peaks + row * 4, totals + row * 4, shrink)
-            factor = carray(_floats(shrink), (COLUMNS,))
-            for i in range(several):
-                mix = carray(_floats(mixed + (row + i) * spare * 4), (spare,))
-                for d in range(spare):
-                    mix[d] *= factor[i]
-            if matrices:
-                for line in range(0, whole // 2, MATRIX_STEPS):
-                    _turn(scores + line * COLUMNS * 4, turned + line * 4, TURNED)
-                    _turn(scores + line * COLUMNS * 4 + 64, turned + line * 4 + 16 * TURNED, TURNED)
-            for at in range(0, spare * 4, COLUMNS * 4):
-                mix_at, steps = mixed + row * spare * 4 + at, whole // together
-                if matrices:
-                    shape = _bf16_matrix_rows(
-                        shape, several, turned, TURNED, value + at, spare * 4, steps, mix_at, spare * 4, False
-                    )
-                else:
-                    _product_across(
-                        bf16, several, scores, COLUMNS * 4, value + at, spare * 4, steps, mix_at, spare * 4
-                    )
+                _soften(scores, whole, peaks + row * 4, totals + row * 4, mix, dims)
+            shape = _product(matrices, bf16, shape, dims, value, value_stride, scores, whole // together, mix, False)
     if matrices:
         _shape(0)
     total = carray(_floats(totals), (rows,))
     for row in range(rows):
-        mix, share = carray(_floats(mixed + row * spare * 4), (dims,)), np.float32(1.0) / total[row]
+        if row % COLUMNS == 0:
+            for d in range(0, dims, 16):
+                for i in range(16):
+                    source[i] = mixed + (row // COLUMNS * spare + d + i) * COLUMNS * 4
+                for column in range(0, COLUMNS, 16):
+                    _transpose_floats(sources, column * 4, 16, one, lines + (column * spare + d) * 4, spare * 4)
+        mix, share = carray(_floats(lines + row % COLUMNS * spare * 4), (dims,)), one / total[row]
         target = carray(_floats(out + row // group * out_stride + row % group * dims * 4), (dims,))
         for d in range(dims):
             target[d] = mix[d] * share
@@ -1503,12 +1457,12 @@ def _attend_block(
 
 @njit(I64(I64, I64), **OPTIONS)
 def block_floats(group, dims):
-    """What a block of queries works with, in floats: queries, outputs, scores, keys, values, maxima, sums, factors, and
-    weights for matrix registers."""
-    spare = (dims + COLUMNS - 1) // COLUMNS * COLUMNS
+    """What a block of queries works with, in floats: queries, outputs, maxima and sums, scores, keys, values, lines
+    of these, and up to the next line of the caches."""
+    spare = (dims + 15) // 16 * 16
     rows = (max(QUERIES, BLOCK_ROWS // group) * group + COLUMNS - 1) // COLUMNS * COLUMNS
-    turned = COLUMNS * TURNED // 4 if HAS_AMX else 0
-    return rows * (dims + spare + 2) + KEYS * (COLUMNS + dims + LINE // 4 + spare) + COLUMNS + turned
+    kept = KEYS * (COLUMNS + dims + LINE // 4) + spare * (KEYS + LINE // 4)
+    return rows * (2 * spare + 2) + kept + COLUMNS * spare + LINE // 4
 
 
 @njit(types.void(*[I64] * 15, F32, *[I64] * 3), **OPTIONS)
@@ -1517,10 +1471,14 @@ def _some_blocks(
     out, out_stride, work,
 ):  # fmt: skip
     """A thread's share of `attend_chunk`; `work` is its own, `block_floats` of zeros or finite numbers."""
+    work += -work % LINE
     per = max(QUERIES, BLOCK_ROWS // group)  # tokens of a block
     blocks, lines = (count + per - 1) // per, size * dims * element  # bytes of a head in a block of the cache
-    for item in range(t, blocks * kv_heads, threads):
-        block, head = blocks - 1 - item // kv_heads, item % kv_heads  # longest first
+    for turn in range((blocks * kv_heads + threads - 1) // threads):
+        item = turn * threads + (t if turn % 2 == 0 else threads - 1 - t)
+        if item >= blocks * kv_heads:
+            continue
+        head, block = item // blocks, blocks - 1 - item % blocks  # longest first, while keys are in a cache
         first = block * per
         _attend_block(
             queries + first * stride + head * group * dims * 4, stride, min(per, count - first), start + first, table,
