@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
+from numba.core.dispatcher import Dispatcher
 
 from paceline.compiled import FLOATS, Handle, Pointer, _made_of
 from paceline.simulator import steps, world
+from paceline.speculation import choice
 
 SOURCE = """
 from paceline.compiled import I64, entry, part
@@ -81,6 +83,19 @@ def test_entry_points_know_the_files_of_the_arrays_that_they_work_on():
     names = {path.name for path in _made_of(steps._simulate.py_func)}
     assert names >= {"steps.py", "drafts.py", "lookahead.py", "dispatch.py", "moves.py", "state.py"}
     assert Path(world.__file__) in _made_of(steps._simulate.py_func)
+
+
+def test_what_entry_points_call_says_whether_it_makes_arrays():
+    """Or is compiled already, or put into its caller: else it is taken to be like whatever calls it first."""
+    left, seen = [steps._simulate], set()
+    while left:
+        one = left.pop()
+        if one not in seen:
+            seen.add(one)
+            assert {"_nrt", "inline"} & one.targetoptions.keys() or not one._can_compile, one
+            named = (one.py_func.__globals__.get(name) for name in one.py_func.__code__.co_names)
+            left += [other for other in named if isinstance(other, Dispatcher)]
+    assert choice.choose in seen
 
 
 def imported(folder: Path, factor: int):

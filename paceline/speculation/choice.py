@@ -19,7 +19,7 @@ follows a first token, and drafts that are no good show while they are short.
 import numpy as np
 from numba import njit
 
-from paceline.compiled import F64, FLOATS, I64, INTS, INTS_2D, array_of, watched
+from paceline.compiled import F64, FLOATS, I64, INTS, INTS_2D, array_of, making, part, watched
 from paceline.core.batch import AGAIN
 from paceline.core.request import (
     ASKED,
@@ -48,7 +48,7 @@ REST = 8  # steps of the same sequences that are not asked for, at most
 THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
 
 
-@njit
+@making
 def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[no-untyped-def]
     """[running, MAX_DRAFT_TOKENS]: what each place of each draft survives with, if there is a draft; [running]: how
     likely there is one; decodes that are ready, and what they read."""
@@ -72,13 +72,13 @@ def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[
     return survival, there, decodes, read
 
 
-@njit
+@part
 def _to_come(row):  # type: ignore[no-untyped-def]
     """Tokens that a sequence is expected to yield: some, and as many as it has, within its limit."""
     return max(1.0, min(row[LIMIT] - row[KNOWN], ANSWER + row[KNOWN] - row[ASKED]))
 
 
-@njit
+@part
 def _least_unread(survival, running, unread):  # type: ignore[no-untyped-def]
     """Which sequence of those that may draft has the fewest tokens to catch up with."""
     only = 0
@@ -88,7 +88,7 @@ def _least_unread(survival, running, unread):  # type: ignore[no-untyped-def]
     return only
 
 
-@njit
+@part
 def _lie_down(rest, numbers, running, steps):  # type: ignore[no-untyped-def]
     """Nobody is asked for so many steps of these sequences behind this one, unless first drafts are still short."""
     for i in range(running.shape[0]):
@@ -104,7 +104,7 @@ def _lie_down(rest, numbers, running, steps):  # type: ignore[no-untyped-def]
 RATE, SECONDS, LEAST, DEPTH, DRAFTING, LATE, FOUND = range(7)
 
 
-@njit
+@making
 def _best(  # type: ignore[no-untyped-def]
     survival, there, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context,
     draft_linear, draft_token, draft_context, verifying, slower, thresholds, found,
@@ -187,13 +187,13 @@ def _best(  # type: ignore[no-untyped-def]
     return plain, plain_s
 
 
-@njit
+@part
 def _lost(one, rate):  # type: ignore[no-untyped-def]
     """Seconds that what was found costs beside so many tokens a second."""
     return one[SECONDS] * (1 - one[RATE] / rate) + one[LATE]
 
 
-@njit
+@part
 def _take(one, survival, running, chosen):  # type: ignore[no-untyped-def]
     for i in range(running.shape[0]):
         for j in range(int(one[DEPTH])):
@@ -202,7 +202,7 @@ def _take(one, survival, running, chosen):  # type: ignore[no-untyped-def]
             chosen[running[i]] = j + 1
 
 
-@njit
+@making
 def choose(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, for_widths, linear, token,
     context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen, rest,

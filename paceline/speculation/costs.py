@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from paceline.compiled import F64, FLOATS, I64, watched
+from paceline.compiled import F64, FLOATS, I64, part, watched
 from paceline.core.batch import AGAIN
 from paceline.core.request import MAX_DRAFT_TOKENS
 from paceline.latency.step_time import StepTime
@@ -55,14 +55,14 @@ class Costs:
         return np.array(self.linear), self.token, self.context
 
 
-@njit
+@part
 def seconds_of(linear, token, context, tokens, read):  # type: ignore[no-untyped-def]
     last = linear.shape[0] - 1
     table = linear[tokens] if tokens <= last else linear[last] * tokens / max(last, 1)
     return table + token * tokens + context * read
 
 
-@njit
+@part
 def reading(linear, tokens, more):  # type: ignore[no-untyped-def]
     """What more tokens take that a pass of these only reads."""
     return max(0.0, seconds_of(linear, 0.0, 0.0, tokens + more, 0) - seconds_of(linear, 0.0, 0.0, tokens, 0))
