@@ -1352,6 +1352,73 @@ _transpose_floats, _transpose_halves = _transposes(), _transposes(_load_halves)
 _transpose_pairs, _transpose_to_pairs = _transposes(_load_halves, before=True), _transposes(after=True)
 
 
+@njit(types.void(types.boolean, *[I64] * 5, F32, *[I64] * 3), **OPTIONS)
+def _queries_to_columns(bf16, queries, stride, rows, group, dims, scale, sources, target, panel):
+    """Rows of queries, times scale, to panels [dims, 32], `panel` bytes apart; `sources` is for 16 addresses."""
+    source, together = carray(_longs(sources), (16,)), 2 if bf16 else 1
+    for column in range(0, (rows + COLUMNS - 1) // COLUMNS * COLUMNS, 16):
+        for i in range(16):  # in the columns that are left over something is computed, for nobody
+            row = min(column + i, rows - 1)
+            source[i] = queries + row // group * stride + row % group * dims * 4
+        for d in range(0, dims, 16):
+            to = target + column // COLUMNS * panel + (d // together * COLUMNS + column % COLUMNS) * 4
+            if bf16:
+                _transpose_to_pairs(sources, d * 4, dims - d, scale, to, COLUMNS * 4)
+            else:
+                _transpose_floats(sources, d * 4, dims - d, scale, to, COLUMNS * 4)
+
+
+@njit(types.void(types.boolean, *[I64] * 15), **OPTIONS)
+def _read_block(
+    bf16, first, width, table, keys, values, block_stride, size, dims, element, sources, nothing, key, key_stride,
+    value, value_stride,
+):  # fmt: skip
+    """Keys [first, first + width) to [width, dims] and their values to [dims, width]; `sources` is for 32 addresses, at
+    `nothing` are zeros."""
+    together, one = 2 if bf16 else 1, np.float32(1.0)
+    places, source = carray(_longs(table), ((first + width + size - 1) // size,)), carray(_longs(sources), (32,))
+    page, slot = first // size, first % size
+    for low in range(0, width, 16 * together):
+        for i in range(16 * together):
+            source[i] = nothing  # the weights of these will be 0
+            if low + i < width:
+                at = places[page] * block_stride + slot * dims * element
+                source[i] = values + at
+                if bf16:
+                    _halves_to_bf16(key + (low + i) * key_stride, keys + at, dims)
+                else:
+                    _recall(key + (low + i) * key_stride, keys + at, dims, element)
+                slot += 1
+                if slot == size:
+                    page, slot = page + 1, 0
+        for d in range(0, dims, 16):
+            to = value + d * value_stride + low // together * 4
+            if bf16:
+                _transpose_pairs(sources, d * element, dims - d, one, to, value_stride)
+            elif element == 2:
+                _transpose_halves(sources, d * element, dims - d, one, to, value_stride)
+            else:
+                _transpose_floats(sources, d * element, dims - d, one, to, value_stride)
+
+
+@njit(types.void(*[I64] * 9), **OPTIONS)
+def _columns_to_outputs(mixed, totals, rows, group, dims, sources, lines, out, out_stride):
+    """Panels [dims, 32] over totals to rows of outputs; `lines` is for 32 of them, `sources` for 16 addresses."""
+    spare, one = (dims + 15) // 16 * 16, np.float32(1.0)
+    source, total = carray(_longs(sources), (16,)), carray(_floats(totals), (rows,))
+    for row in range(rows):
+        if row % COLUMNS == 0:
+            for d in range(0, dims, 16):
+                for i in range(16):
+                    source[i] = mixed + (row // COLUMNS * spare + d + i) * COLUMNS * 4
+                for column in range(0, COLUMNS, 16):
+                    _transpose_floats(sources, column * 4, 16, one, lines + (column * spare + d) * 4, spare * 4)
+        mix, share = carray(_floats(lines + row % COLUMNS * spare * 4), (dims,)), one / total[row]
+        target = carray(_floats(out + row // group * out_stride + row % group * dims * 4), (dims,))
+        for d in range(dims):
+            target[d] = mix[d] * share
+
+
 @njit(types.void(*[I64] * 13, F32, *[I64] * 3), **OPTIONS)
 def _attend_block(
     queries, stride, count, start, table, keys, values, block_stride, group, size, dims, element, window, scale, out,
@@ -1368,9 +1435,8 @@ def _attend_block(
     together = 2 if bf16 else 1  # numbers of a step
     least = together * (MATRIX_STEPS if matrices else 2)  # keys that values are multiplied by together
     rows, last, spare = count * group, start + count, (dims + 15) // 16 * 16
-    panels, depth, one = (rows + COLUMNS - 1) // COLUMNS, dims // together, np.float32(1.0)
+    panels, depth = (rows + COLUMNS - 1) // COLUMNS, dims // together
     key_stride, value_stride = depth * 4 + LINE, KEYS // together * 4 + LINE
-    places = carray(_longs(table), ((last + size - 1) // size,))
     query, query_panel = work, spare // together * COLUMNS * 4  # [panels, depth, 32]
     mixed = query + panels * query_panel  # [panels, spare, 32]
     scores = mixed + panels * spare * COLUMNS * 4  # [KEYS, 32]
@@ -1384,42 +1450,14 @@ def _attend_block(
     carray(_floats(totals), (panels * COLUMNS,))[:] = np.float32(0.0)
     carray(_floats(lines), (spare,))[:] = np.float32(0.0)
     sources = scores  # addresses, while there are no scores
-    source = carray(_longs(sources), (16 * together,))
-    for column in range(0, panels * COLUMNS, 16):
-        for i in range(16):  # in the columns that are left over something is computed, for nobody
-            row = min(column + i, rows - 1)
-            source[i] = queries + row // group * stride + row % group * dims * 4
-        target = query + column // COLUMNS * query_panel + column % COLUMNS * 4
-        for d in range(0, dims, 16):
-            to = target + d // together * COLUMNS * 4
-            if bf16:
-                _transpose_to_pairs(sources, d * 4, dims - d, scale, to, COLUMNS * 4)
-            else:
-                _transpose_floats(sources, d * 4, dims - d, scale, to, COLUMNS * 4)
+    _queries_to_columns(bf16, queries, stride, rows, group, dims, scale, sources, query, query_panel)
     begin = max(0, start - window + 1) // KEYS * KEYS if window != 0 else 0
     for first in range(begin, last, KEYS):
-        width, page, slot = min(KEYS, last - first), first // size, first % size
-        for low in range(0, width, 16 * together):
-            for i in range(16 * together):
-                source[i] = lines  # the weights of these will be 0
-                if low + i < width:
-                    at = places[page] * block_stride + slot * dims * element
-                    source[i] = values + at
-                    if bf16:
-                        _halves_to_bf16(key + (low + i) * key_stride, keys + at, dims)
-                    else:
-                        _recall(key + (low + i) * key_stride, keys + at, dims, element)
-                    slot += 1
-                    if slot == size:
-                        page, slot = page + 1, 0
-            for d in range(0, dims, 16):
-                to = value + d * value_stride + low // together * 4
-                if bf16:
-                    _transpose_pairs(sources, d * element, dims - d, one, to, value_stride)
-                elif element == 2:
-                    _transpose_halves(sources, d * element, dims - d, one, to, value_stride)
-                else:
-                    _transpose_floats(sources, d * element, dims - d, one, to, value_stride)
+        width = min(KEYS, last - first)
+        _read_block(
+            bf16, first, width, table, keys, values, block_stride, size, dims, element, sources, lines, key, key_stride,
+            value, value_stride,
+        )  # fmt: skip
         for panel in range(panels):
             row = panel * COLUMNS
             several = min(COLUMNS, rows - row)
@@ -1441,18 +1479,7 @@ def _attend_block(
             shape = _product(matrices, bf16, shape, dims, value, value_stride, scores, whole // together, mix, False)
     if matrices:
         _shape(0)
-    total = carray(_floats(totals), (rows,))
-    for row in range(rows):
-        if row % COLUMNS == 0:
-            for d in range(0, dims, 16):
-                for i in range(16):
-                    source[i] = mixed + (row // COLUMNS * spare + d + i) * COLUMNS * 4
-                for column in range(0, COLUMNS, 16):
-                    _transpose_floats(sources, column * 4, 16, one, lines + (column * spare + d) * 4, spare * 4)
-        mix, share = carray(_floats(lines + row % COLUMNS * spare * 4), (dims,)), one / total[row]
-        target = carray(_floats(out + row // group * out_stride + row % group * dims * 4), (dims,))
-        for d in range(dims):
-            target[d] = mix[d] * share
+    _columns_to_outputs(mixed, totals, rows, group, dims, sources, lines, out, out_stride)
 
 
 @njit(I64(I64, I64), **OPTIONS)
