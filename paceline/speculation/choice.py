@@ -13,7 +13,8 @@ best. A draft model that has not drafted has to catch up first. That is an inves
 step's tokens have in those that are to come, in full in what a try costs and in the seconds within a goal.
 
 A sequence's first draft is one token, those behind it may be longer by four for each token yielded: no long step
-follows a first token, and drafts that are no good show while they are short.
+follows a first token, and drafts that are no good show while they are short. Beside one that is past that steps are
+long anyway.
 """
 
 import numpy as np
@@ -48,12 +49,21 @@ REST = 8  # steps of the same sequences that are not asked for, at most
 THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
 
 
+@part
+def _longest(numbers, running):  # type: ignore[no-untyped-def]
+    """What drafts may have: four tokens more for each that the eldest sequence has yielded, its first ones one."""
+    yielded = 0
+    for i in range(running.shape[0]):
+        yielded = max(yielded, numbers[running[i], KNOWN] - numbers[running[i], ASKED])
+    return min(4 * yielded - 3, MAX_DRAFT_TOKENS)
+
+
 @making
 def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[no-untyped-def]
     """[running, MAX_DRAFT_TOKENS]: what each place of each draft survives with, if there is a draft; [running]: how
     likely there is one; decodes that are ready, and what they read."""
     survival, there = np.zeros((running.shape[0], MAX_DRAFT_TOKENS)), np.zeros(running.shape[0])
-    decodes, read = 0, 0
+    decodes, read, longest = 0, 0, _longest(numbers, running)
     for i in range(running.shape[0]):
         slot = running[i]
         row = numbers[slot]
@@ -64,7 +74,7 @@ def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[
         alive, believed, kind, last = 1.0, GUESS, group[kinds[slot]], MAX_DRAFT_TOKENS
         odds = (kind[0, last] + GROUP_WEIGHT) / (kind[1, last] + GROUP_WEIGHT)
         there[i] = (counts[slot, 0, last] + WEIGHT * odds) / (counts[slot, 1, last] + WEIGHT)
-        most = min(drafts[slot], MAX_DRAFT_TOKENS, row[LIMIT] - row[KNOWN] - 1, 4 * (row[KNOWN] - row[ASKED]) - 3)
+        most = min(drafts[slot], longest, row[LIMIT] - row[KNOWN] - 1)
         for j in range(max(0, most)):
             believed = (kind[0, j] + GROUP_WEIGHT * believed) / (kind[1, j] + GROUP_WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
@@ -91,10 +101,9 @@ def _least_unread(survival, running, unread):  # type: ignore[no-untyped-def]
 @part
 def _lie_down(rest, numbers, running, steps):  # type: ignore[no-untyped-def]
     """Nobody is asked for so many steps of these sequences behind this one, unless first drafts are still short."""
+    if _longest(numbers, running) < MAX_DRAFT_TOKENS:
+        return
     for i in range(running.shape[0]):
-        row = numbers[running[i]]
-        if 4 * (row[KNOWN] - row[ASKED]) - 3 < MAX_DRAFT_TOKENS:
-            return
         rest[2 + i] = running[i]
     rest[0], rest[1] = 1 + int(min(steps, REST)), running.shape[0]
 

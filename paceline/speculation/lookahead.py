@@ -31,7 +31,9 @@ from paceline.speculation.times import Times, forget_a_step, observe_step, of_se
 
 Ints = NDArray[np.int64]
 ROW = types.Array(I64, 1, "A")
-FIRST, SAVES = 5.0, 10.0  # what tries may cost to begin with, and at most, in steps
+# what tries may cost to begin with, and at most, in steps: of drafts or none, and of other widths, of which the best is
+# not seen while the second best is tried
+FIRST, SAVES = np.array([5.0, 0.5]), np.array([10.0, 1.0])
 KEEPS, IDLE_KEEPS = 0.97, 0.93  # of a sequence's counts: with every try, and with every step without one
 GROUP_KEEPS = 0.99  # of the group's, with every draft of its kind, and every time that one is asked for
 
@@ -183,7 +185,7 @@ def wake(steps, seconds, rest, counts, unread, idle, spare, mean, covariance):  
         counts[rest[2 + i]] *= IDLE_KEEPS**steps
         unread[rest[2 + i]] += steps
     for i in range(2):
-        spare[i] = max(spare[i], min(spare[i] + TRIES[i] * seconds, SAVES * seconds / steps))
+        spare[i] = max(spare[i], min(spare[i] + TRIES[i] * seconds, SAVES[i] * seconds / steps))
     for _ in range(steps):
         forget_a_step(mean, covariance)
 
@@ -212,7 +214,7 @@ def observe_seconds(  # type: ignore[no-untyped-def]
         further,
     )  # fmt: skip
     for i in range(2):
-        most = (SAVES if begun else FIRST) * seconds
+        most = (SAVES[i] if begun else FIRST[i]) * seconds
         spare[i] = min(spare[i] + TRIES[i] * seconds, most) if begun else most
 
 

@@ -203,6 +203,15 @@ def test_first_drafts_are_short():
     assert lengths == [1, 5, 9, 13, MAX_DRAFT_TOKENS]
 
 
+def test_first_drafts_beside_long_ones_are_long():
+    numbers, drafts, slots = sequences(2)
+    lookahead = taught(Lookahead(FLAT, None), 0.99, 0.99)
+    numbers[0, ASKED] = numbers[0, KNOWN] - 1
+    assert lookahead.choose(numbers, drafts, slots, 0, 512)[0][:2].tolist() == 2 * [MAX_DRAFT_TOKENS]
+    numbers[1, ASKED] = numbers[1, KNOWN] - 1
+    assert lookahead.choose(numbers, drafts, slots, 0, 512)[0][:2].tolist() == [1, 1]
+
+
 def test_short_drafts_are_found_where_long_ones_of_equal_tokens_never_pay():
     """A second token each makes the step twice as long, and is as likely as the first."""
     steps = Costs([*[1.0] * 9, *[2.0 + n for n in range(600)]])
@@ -378,6 +387,20 @@ def test_a_width_that_seemed_slow_is_tried_again():
         decoded(lookahead, slots, length, 1 + length)
         lengths.append(int(length.max()))
     assert np.mean(np.array(lengths[:20]) == 1) > 0.5 and np.mean(np.array(lengths[-500:]) == 2) > 0.9
+
+
+def test_a_width_that_is_hardly_worse_does_not_begin_in_place_of_the_best():
+    """Seven drafted tokens seem to cost 4 % more than eight: each try is cheap, all of them are not."""
+    lookahead = taught(Lookahead(rising(1.0, 0.12), Costs([0.1] * 600)), 0.999)
+    numbers, drafts, slots = sequences(1, most=8)
+    lengths = []
+    for _ in range(100):
+        length = lookahead.choose(numbers, drafts, slots, 0, 512)[0][:1].astype(np.uint8)
+        draft, took = 0.1 * int(length[0]), 1.12 + 0.12 * int(length[0])
+        lookahead.observe_times(slots, length, 0, took + draft, draft)
+        decoded(lookahead, slots, length, 1 + length)
+        lengths.append(int(length[0]))
+    assert 1 <= lengths.count(7) <= 20 and lengths.count(8) >= 70
 
 
 def test_tries_take_a_small_share_of_the_time():
