@@ -12,10 +12,10 @@ serve: install
 	$(BIN)/paceline serve $(ARGS)
 
 test: $(VENV)/test-installed
-	$(BIN)/python -c "from paceline.cli.sources import BUILTIN; from paceline.engine.runner import ModelRunner; \
-	ModelRunner.load(BUILTIN / 'coder-draft', max_batch_tokens=64, max_batch=1, num_blocks=8)" & engine=$$!; \
-	$(BIN)/python -c "import paceline.simulator.fleet" && $(BIN)/ruff check . && $(BIN)/mypy; linted=$$?; \
-	wait $$engine && exit $$linted
+	{ $(BIN)/python -c "from paceline.cli.sources import BUILTIN; from paceline.engine.runner import ModelRunner; \
+	ModelRunner.load(BUILTIN / 'coder-draft', max_batch_tokens=64, max_batch=1, num_blocks=8)" \
+	&& $(BIN)/ruff check . && $(BIN)/mypy; } & engine=$$!; \
+	$(BIN)/python -c "import paceline.simulator.fleet"; simulator=$$?; wait $$engine && exit $$simulator
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(VENV)/test-installed

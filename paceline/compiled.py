@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 # (what extends Numba has no types)
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -11,8 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
+from llvmlite.binding import add_symbol
 from numba import njit, types
-from numba.core.dispatcher import Dispatcher
+from numba.core.cgutils import get_or_insert_function, if_unlikely
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
@@ -141,7 +143,7 @@ def _made_of(function: Callable[..., Any]) -> list[Path]:
         if (path := Path(known.__code__.co_filename)) not in found:
             found.add(path)
             for one in known.__globals__.values():
-                if isinstance(one, Dispatcher):
+                if hasattr(one, "py_func"):
                     functions.append(one.py_func)
                 elif isinstance(one, type) and one.__module__.startswith("paceline."):
                     found.add(Path(sys.modules[one.__module__].__file__))
@@ -211,6 +213,32 @@ def watched(signature: Any) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def linked(function: F) -> F:
+    """Has what Numba compiled of a function called by its name, in what is compiled after it: Numba itself compiles a
+    copy of a function and of all that it calls into every caller, and into a parallel one four."""
+    [made] = function.overloads.values()
+    name = f"{function.__module__}.{function.__qualname__}"
+    add_symbol(name, made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        result, kinds, by = signature.return_type, signature.args, context.call_conv
+        callee = get_or_insert_function(builder.module, by.get_function_type(result, kinds), name)
+        status, value = by.call_function(builder, callee, result, kinds, arguments)
+        with if_unlikely(builder, status.is_error):
+            by.return_status_propagate(builder, status)
+        return value
+
+    def define(context: Any, *arguments: Any) -> Any:
+        return made.signature, generate
+
+    first, taken = inspect.signature(define).parameters["context"], inspect.signature(function.py_func)
+    define.__name__, define.__doc__ = name, function.__doc__
+    define.__signature__ = taken.replace(parameters=[first, *taken.parameters.values()])
+    call = intrinsic(define)
+    call.py_func = function.py_func
+    return call
 
 
 @part

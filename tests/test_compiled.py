@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
+import pytest
 from numba.core.dispatcher import Dispatcher
 
 from paceline.compiled import FLOATS, Handle, Pointer, _made_of
@@ -24,21 +25,23 @@ def doubled(x):
 double = entry(I64, I64)(doubled)
 """
 FACTOR = """
-from numba import njit
+from numba import int64, njit
+from paceline.compiled import linked
 
-@njit
-def factor():
-    return {factor}
+{how}
+def multiplied(x):
+    assert x >= 0
+    return {factor} * x
 """
 KEPT = """
 from numba import int64, njit
-from kept_factor import factor
+from kept_factor import multiplied
 from paceline.compiled import watched
 
 @watched(int64(int64))
 @njit(cache=True)
 def times(x):
-    return factor() * x
+    return multiplied(x)
 """
 
 
@@ -56,14 +59,17 @@ def test_what_was_compiled_of_an_older_file_is_compiled_anew(tmp_path):
     assert imported(tmp_path, 30).double(4) == 120
 
 
-def test_what_numba_keeps_is_compiled_anew_after_changes_in_another_file(tmp_path):
+@pytest.mark.parametrize("how", ["@njit", "@linked\n@njit(int64(int64), cache=True)"], ids=["copied", "linked"])
+def test_what_numba_keeps_is_compiled_anew_after_changes_in_another_file(how, tmp_path):
     def kept(factor: int):
-        module(tmp_path, "kept_factor", FACTOR.format(factor=factor))
+        module(tmp_path, "kept_factor", FACTOR.format(how=how, factor=factor))
         return module(tmp_path, "kept", KEPT).times
 
     assert kept(2)(4) == 8
     again = kept(2)
     assert again(4) == 8 and again.stats.cache_hits
+    with pytest.raises(AssertionError):
+        again(-1)
     assert kept(30)(4) == 120
 
 

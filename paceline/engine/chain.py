@@ -78,8 +78,8 @@ class Chain:
         self.plans[:, kernels.ROW_TABLE], self.plans[:, kernels.ROW_WIDTH] = tables.ctypes.data, tables.shape[1]
         drawn = np.empty_like(fed)
         chain_kernel.run(
-            self.decoder.config.norm_eps, self.layers, self.shape, self.plans, NO_CHUNKS, self.every, self.buffers,
-            own_space, threads, np.array([sum(most > k for most in passes) for k in range(passes[0])]),
+            threads, self.decoder.config.norm_eps, self.layers, self.shape, self.plans, NO_CHUNKS, self.every,
+            self.buffers, own_space, np.array([sum(most > k for most in passes) for k in range(passes[0])]),
             np.array([(link.start, len(link.given) - 1, link.place) for link in some]), fed, tables, self.table,
             self.turns, self.head, logits.numpy(), np.array([link.stream for link in some], np.uint64),
             np.array([link.numbers for link in some], np.float64), self.whole, drawn, self.seen,

@@ -3,7 +3,7 @@
 import numpy as np
 from numba import carray, njit, prange, types
 
-from paceline.compiled import watched
+from paceline.compiled import linked, watched
 from paceline.engine.addresses import floats, longs
 from paceline.engine.kernels import (
     BLOCK,
@@ -30,8 +30,8 @@ from paceline.engine.kernels import (
 from paceline.engine.sample_kernels import draw_some, some_log_probs
 
 _TABLE, _NUMBERS = types.float32[:, ::1], types.float64[:, ::1]
-SIGNATURE = types.void(
-    F32, LONGS_2D, LONGS_1D, LONGS_2D, LONGS_2D, LONGS_1D, LONGS_1D, I64, I64, LONGS_1D, LONGS_2D, LONGS_2D, LONGS_2D,
+TAKEN = (
+    F32, LONGS_2D, LONGS_1D, LONGS_2D, LONGS_2D, LONGS_1D, LONGS_1D, I64, LONGS_1D, LONGS_2D, LONGS_2D, LONGS_2D,
     _TABLE, _TABLE, LONGS_1D, types.float32[:, :, ::1], types.uint64[::1], _NUMBERS, _NUMBERS, LONGS_2D, LONGS_2D,
 )  # fmt: skip
 START, FIRST, PLACE, FIELDS = range(4)  # of a sequence: first position, the first pass that draws, its noise
@@ -62,7 +62,9 @@ def _feed(k, rows, shape, plans, buffers, lines, fed, drawn, tables, table, turn
         plans[w, ROW_LONGEST] = min(longest, plans[w, WINDOW]) if plans[w, WINDOW] else longest
 
 
-@njit(nogil=True)
+@linked
+@watched(types.void(I64, I64, *TAKEN))
+@njit(nogil=True, cache=True)
 def _some(
     t, threads, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table, turns,
     head, logits, streams, numbers, whole, drawn, seen,
@@ -96,10 +98,10 @@ def _some(
         turn = wait(gate, turn, threads)
 
 
-@watched(SIGNATURE)
+@watched(types.void(I64, *TAKEN))
 @njit(nogil=True, cache=True, parallel=True)
 def run(
-    eps, layers, shape, plans, chunks, every, buffers, own_space, threads, counts, lines, fed, tables, table, turns,
+    threads, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table, turns,
     head, logits, streams, numbers, whole, drawn, seen,
 ):  # fmt: skip
     """Pass k is over the first counts[k] sequences. drawn[:, k] are its tokens (-1: there is no distribution), which

@@ -9,7 +9,7 @@ then the other 16. With AMX products of int8, and of pairs of bfloat16, are made
 sums, activations and weights are in matrix registers.
 
 Tiles are written in assembly, since no loop that a compiler sees keeps its sums in registers this way with so few other
-instructions; Numba compiles them once per machine (30 s, cached). Addresses are passed instead of arrays: taking
+instructions; Numba compiles them once per machine (13 s, cached). Addresses are passed instead of arrays: taking
 an array apart costs a microsecond a call. One file on purpose: Numba's cache notices changes only in a kernel's own
 file.
 """
@@ -29,6 +29,7 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from paceline.compiled import linked
 from paceline.engine.addresses import floats as _floats
 from paceline.engine.addresses import ints as _ints
 from paceline.engine.addresses import longs as _longs
@@ -1035,6 +1036,7 @@ def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scal
             output[i] = value[i] + (output[i] if kind == ADD else np.float32(0.0))
 
 
+@linked
 @njit(types.void(*[I64] * 15), **OPTIONS)
 def _panels(
     t, threads, a, a_stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, sums
@@ -1087,6 +1089,7 @@ def _panels(
         _shape(0)
 
 
+@linked
 @njit(I64(*[I64] * 7, F32, *[I64] * 11), **OPTIONS)
 def some_linear(
     t, threads, gate, turn, x, x_stride, norm, eps, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, shared,
@@ -1149,6 +1152,7 @@ def _turn16(builder, pairs, turn):
     _store(builder, _pick(builder, *both, lanes + lanes % 2 * 16), pairs)
 
 
+@linked
 @njit(types.void(*[I64] * 6, F32, *[I64] * 7), **OPTIONS)
 def _rotate_rows(
     heads, q_heads, kv_heads, dims, q_norm, k_norm, eps, turns, where, keys, values, element, begin, end
@@ -1254,6 +1258,7 @@ def _one_head(
             _weigh(scores + g * width * 4, high - low)
 
 
+@linked
 @njit(types.void(*[I64] * 12, F32, *[I64] * 9), **OPTIONS)
 def _some_rows(
     t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads, size, dims,
@@ -1419,6 +1424,7 @@ def _columns_to_outputs(mixed, totals, rows, group, dims, sources, lines, out, o
             target[d] = mix[d] * share
 
 
+@linked
 @njit(types.void(*[I64] * 13, F32, *[I64] * 3), **OPTIONS)
 def _attend_block(
     queries, stride, count, start, table, keys, values, block_stride, group, size, dims, element, window, scale, out,
@@ -1492,6 +1498,7 @@ def block_floats(group, dims):
     return rows * (2 * spare + 2) + kept + COLUMNS * spare + LINE // 4
 
 
+@linked
 @njit(types.void(*[I64] * 15, F32, *[I64] * 3), **OPTIONS)
 def _some_blocks(
     t, threads, queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, element, window, scale,
@@ -1545,6 +1552,7 @@ X, TURNS, WHERE, HEADS, MIXED, INSIDE, SPACE, PROGRESS, BUFFER_FIELDS = range(9)
 LONGS_1D, LONGS_2D = types.int64[::1], types.int64[:, ::1]
 
 
+@linked
 @njit(I64(*[I64] * 4, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64), **OPTIONS)
 def some_layers(
     t, threads, turn, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
@@ -1747,6 +1755,7 @@ def _put(made, place, nbytes, differs):
         carray(_longs(differs), (1,))[0] = 1
 
 
+@linked
 @njit(types.void(*[I64] * 11), **EXACT)
 def _some_panels(begin, end, panels, rows, element, inner, integer, target, scales, differs, own):
     """A thread's share of `pack`; `own` is its work space."""

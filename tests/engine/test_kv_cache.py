@@ -35,14 +35,13 @@ def test_what_is_written_is_gathered_in_token_order() -> None:
 
 
 def plain_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, window: int | None):
-    """One head group at a time, straight from the definition. All [tokens, heads, dim]."""
-    out, group = torch.empty_like(queries), queries.shape[1] // keys.shape[1]
-    for i in range(queries.shape[0]):
-        low = 0 if window is None else max(0, start + i + 1 - window)
-        for head in range(queries.shape[1]):
-            k, v = keys[low : start + i + 1, head // group], values[low : start + i + 1, head // group]
-            out[i, head] = torch.softmax(k @ queries[i, head] / math.sqrt(k.shape[1]), 0) @ v
-    return out
+    """Straight from the definition. All [tokens, heads, dim]."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (one.repeat_interleave(group, 1) for one in (keys, values))
+    own, others = start + torch.arange(len(queries))[:, None], torch.arange(len(keys))
+    hidden = (others > own) | (others <= own - (window or len(keys)))
+    scores = torch.einsum("qhd,khd->hqk", queries, keys) / math.sqrt(queries.shape[2])
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
 
 
 def written(count: int, table: list[int], kv_heads: int = 2, size: int = 4) -> torch.Tensor:
