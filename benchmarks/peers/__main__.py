@@ -26,7 +26,8 @@ from benchmarks.plots import draw
 
 OURS = "paceline"
 ENGINES: dict[str, tuple[str, dict]] = {  # name: module, options
-    OURS: ("ours", {"budget": 256}),
+    OURS: ("ours", {"budget": 512}),  # as `serve` by default
+    "paceline-256": ("ours", {"budget": 256}),
     "paceline-72": ("ours", {"budget": 72}),
     "paceline-2048": ("ours", {"budget": 2048}),
     "openvino": ("openvino", {"budget": 256}),

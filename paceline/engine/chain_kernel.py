@@ -80,8 +80,9 @@ def _some(
             _feed(k, rows, shape, plans, buffers, lines, fed, drawn, tables, table, turns, seen)
         turn = wait(gate, turn, threads)
         turn = some_layers(
-            t, threads, turn, rows, eps, layers, shape, plans, chunks, plans, chunks, every[:rows], buffers, own_space
-        )
+            t, threads, turn, rows, eps, layers, shape, plans, chunks, plans, chunks, every[:rows], buffers, own_space,
+            False,
+        )  # fmt: skip
         for i in range(rows):
             draws |= k >= lines[i, FIRST]
             places[i] = lines[i, PLACE] + k - lines[i, FIRST]

@@ -75,6 +75,7 @@ LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since
 # lie powers of 2 apart
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
+APART = 128  # rows of a thread from which it passes these alone through a layer, see `some_layers`
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
 _activations = octets if BYTE == 1 else shorts  # of products of int8
 # rows that pass a panel of weights together: with two panels they fit into the second cache; and at most, since matrix
@@ -1095,7 +1096,8 @@ def some_linear(
     t, threads, gate, turn, x, x_stride, norm, eps, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, shared,
     own,
 ):  # fmt: skip
-    """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself."""
+    """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
+    that has them to itself (0 of 1) waits for nobody."""
     a, stride, scales = x, x_stride, x
     if norm != 0 or w_scale != 0:
         few = rows < ALONE
@@ -1109,10 +1111,10 @@ def some_linear(
             scales = quantized + rows * (inner * BYTE + LINE)
             _quantize_rows(a, stride, inner, quantized, inner * BYTE + LINE, scales, begin, end)
             a, stride = quantized, inner * BYTE + LINE
-        if not few:
+        if not few and threads > 1:
             turn = wait(gate, turn, threads)
     _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
-    return wait(gate, turn, threads)
+    return wait(gate, turn, threads) if threads > 1 else turn
 
 
 @njit(types.void(*[I64] * 3, F32, *[I64] * 12), parallel=True, **OPTIONS)
@@ -1553,11 +1555,15 @@ LONGS_1D, LONGS_2D = types.int64[::1], types.int64[:, ::1]
 
 
 @linked
-@njit(I64(*[I64] * 4, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64), **OPTIONS)
+@njit(I64(*[I64] * 4, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64, types.boolean), **OPTIONS)
 def some_layers(
-    t, threads, turn, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
+    t, threads, turn, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space, apart
 ):  # fmt: skip
-    """A thread's share of `decoder_layers`, in the order of the model; returns the turn."""
+    """A thread's share of `decoder_layers`, in the order of the model; returns the turn.
+
+    Of products a thread has a part of the columns, so that few rows read the weights once. If `apart` it has a part of
+    the rows: what it reads is then what it wrote, in its own caches, and it only waits before and after attention.
+    """
     hidden, inner, q_heads, kv_heads, dims = shape[HIDDEN], shape[INNER], shape[Q_HEADS], shape[KV_HEADS], shape[DIMS]
     width, group, scale = (q_heads + 2 * kv_heads) * dims, q_heads // kv_heads, np.float32(1.0 / np.sqrt(dims))
     size, element = shape[SIZE_], shape[ELEMENT]
@@ -1568,17 +1574,21 @@ def some_layers(
     mine = np.empty(group * (dims + scores_of(longest)), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
-    block = _block(rows, layers[0, QKV + 1])
+    part, parts, low, high, prepared, between = t, threads, 0, rows, shared, inside
+    if apart:
+        part, parts, low, high, prepared = 0, 1, begin, end, own + LARGEST_BLOCK * COLUMNS * 4
+        between += t * LARGEST_BLOCK * inside_stride
+    block = _block(high - low, layers[0, QKV + 1])
     for index in range(layers.shape[0]):
         layer, narrows = layers[index], index + 1 == layers.shape[0] and kept.shape[0] < rows
         plan = last_plans[layer[LAYER_WINDOW]] if narrows else plans[layer[LAYER_WINDOW]]
         some_chunks = last_chunks if narrows else chunks
         keys, values = layer[LAYER_KEYS], layer[LAYER_VALUES]
-        for first in range(0, rows, block):
+        for first in range(low, high, block):
             turn = some_linear(
-                t, threads, gate, turn, x + first * hidden * 4, hidden * 4, layer[INPUT_NORM], eps,
-                min(block, rows - first), hidden, layer[QKV], layer[QKV + 1], layer[QKV + 2], width, STORE,
-                heads + first * width * 4, width * 4, shared, own,
+                part, parts, gate, turn, x + first * hidden * 4, hidden * 4, layer[INPUT_NORM], eps,
+                min(block, high - first), hidden, layer[QKV], layer[QKV + 1], layer[QKV + 2], width, STORE,
+                heads + first * width * 4, width * 4, prepared, own,
             )  # fmt: skip
         _rotate_rows(
             heads, q_heads, kv_heads, dims, layer[Q_NORM], layer[K_NORM], eps, buffers[TURNS], buffers[WHERE], keys,
@@ -1602,25 +1612,26 @@ def some_layers(
         turn = wait(gate, turn, threads)
         if narrows:
             rows = kept.shape[0]
+            part, parts, low, high, prepared, between = t, threads, 0, rows, shared, inside
             block = _block(max(rows, 1), layers[0, QKV + 1])
             if t == 0:
                 for row in range(rows):
                     _copy(mixed + row * mixed_stride, mixed + kept[row] * mixed_stride, q_heads * dims * 4)
                     _copy(x + row * hidden * 4, x + kept[row] * hidden * 4, hidden * 4)
             turn = wait(gate, turn, threads)
-        for first in range(0, rows, block):
-            count, some = min(block, rows - first), x + first * hidden * 4
+        for first in range(low, high, block):
+            count, some = min(block, high - first), x + first * hidden * 4
             turn = some_linear(
-                t, threads, gate, turn, mixed + first * mixed_stride, mixed_stride, 0, eps, count, q_heads * dims,
-                layer[OUT], layer[OUT + 1], layer[OUT + 2], hidden, ADD, some, hidden * 4, shared, own,
+                part, parts, gate, turn, mixed + first * mixed_stride, mixed_stride, 0, eps, count, q_heads * dims,
+                layer[OUT], layer[OUT + 1], layer[OUT + 2], hidden, ADD, some, hidden * 4, prepared, own,
             )  # fmt: skip
             turn = some_linear(
-                t, threads, gate, turn, some, hidden * 4, layer[POST_NORM], eps, count, hidden, layer[GATE_UP],
-                layer[GATE_UP + 1], layer[GATE_UP + 2], inner, GATE, inside, inside_stride, shared, own,
+                part, parts, gate, turn, some, hidden * 4, layer[POST_NORM], eps, count, hidden, layer[GATE_UP],
+                layer[GATE_UP + 1], layer[GATE_UP + 2], inner, GATE, between, inside_stride, prepared, own,
             )  # fmt: skip
             turn = some_linear(
-                t, threads, gate, turn, inside, inside_stride, 0, eps, count, inner, layer[DOWN], layer[DOWN + 1],
-                layer[DOWN + 2], hidden, ADD, some, hidden * 4, shared, own,
+                part, parts, gate, turn, between, inside_stride, 0, eps, count, inner, layer[DOWN], layer[DOWN + 1],
+                layer[DOWN + 2], hidden, ADD, some, hidden * 4, prepared, own,
             )  # fmt: skip
         if t == 0:
             carray(_longs(buffers[PROGRESS]), (1,))[0] += 1
@@ -1628,10 +1639,11 @@ def some_layers(
 
 
 @njit(
-    types.void(I64, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64, I64), parallel=True, **OPTIONS
-)
+    types.void(I64, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 4, LONGS_1D, LONGS_1D, I64, types.boolean, I64),
+    parallel=True, **OPTIONS,
+)  # fmt: skip
 def decoder_layers(
-    rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space, threads
+    rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space, apart, threads
 ):  # fmt: skip
     """All layers over the hidden states X [rows, hidden], in place: what `Decoder.run` does layer by layer.
 
@@ -1640,7 +1652,8 @@ def decoder_layers(
     carray(_longs(buffers[SPACE]), (1,))[0] = 0
     for t in prange(threads):
         some_layers(
-            t, threads, 0, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space
+            t, threads, 0, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space,
+            apart,
         )  # fmt: skip
 
 
@@ -1822,10 +1835,15 @@ def workspace(nbytes: int) -> int:
     return address + -address % 64
 
 
-def spaces(rows: int, widest: int, threads: int) -> tuple[int, int]:
-    """Bytes of work space that `linear` needs in all, and of it each thread's own."""
-    row = (4 + BYTE) * widest + 2 * LINE + 4
-    own = LARGEST_BLOCK * COLUMNS * 4 + -(-ALONE * row // LINE) * LINE
+def apart(rows: int, threads: int) -> bool:
+    """Whether threads pass so many rows through the layers apart: see `some_layers`."""
+    return threads > 1 and rows >= APART * threads
+
+
+def spaces(rows: int, widest: int, threads: int, apart: bool = False) -> tuple[int, int]:
+    """Bytes of work space that `linear` needs in all, and of it each thread's own; `apart`: see `some_layers`."""
+    row, alone = (4 + BYTE) * widest + 2 * LINE + 4, LARGEST_BLOCK if apart else ALONE
+    own = LARGEST_BLOCK * COLUMNS * 4 + -(-alone * row // LINE) * LINE
     return LINE + threads * own + min(rows, LARGEST_BLOCK) * row, own
 
 

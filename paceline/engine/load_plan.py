@@ -228,8 +228,10 @@ def activation_bytes(
     if "tiled" in best_kind("cpu"):
         row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
         widest = max(config.hidden, config.intermediate, config.expert_intermediate, queries)
-        inside = min(max_batch_tokens, kernels.LARGEST_BLOCK) * (4 * config.intermediate + kernels.LINE)
-        space = inside + kernels.spaces(max_batch_tokens, widest, kernels.num_threads())[0]
+        threads = kernels.num_threads()
+        together = min(max_batch_tokens, kernels.LARGEST_BLOCK * threads)
+        space = together * (4 * config.intermediate + kernels.LINE)
+        space += kernels.spaces(max_batch_tokens, widest, threads, kernels.apart(max_batch_tokens, threads))[0]
     else:
         row, space = 3 * config.hidden + max(3 * queries + 2 * keys, 3 * config.intermediate), 0
     row = max(row, experts.row_floats(config) if config.sparse else 0)

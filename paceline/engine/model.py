@@ -256,10 +256,11 @@ class Decoder:
         """The same layers in one call of our kernels, bit for bit."""
         config, rows, threads = self.config, x.shape[0], kernels.num_threads()
         sizes = (config.heads + 2 * config.kv_heads) * config.head_dim, config.heads * config.head_dim
-        pad = kernels.LINE // 4
-        widths = (rows, sizes[0]), (rows, sizes[1] + pad), (min(rows, kernels.LARGEST_BLOCK), config.intermediate + pad)
+        pad, apart = kernels.LINE // 4, kernels.apart(rows, threads)
+        together = kernels.LARGEST_BLOCK * threads if apart else min(rows, kernels.LARGEST_BLOCK)
+        widths = (rows, sizes[0]), (rows, sizes[1] + pad), (together, config.intermediate + pad)
         heads, mixed, inside = (torch.empty(count, width) for count, width in widths)
-        space, own_space = kernels.spaces(rows, max(config.hidden, config.intermediate, sizes[1]), threads)
+        space, own_space = kernels.spaces(rows, max(config.hidden, config.intermediate, sizes[1]), threads, apart)
         layers, shape = self.lines(cache)
         plans, chunks = plan.lines()
         last_plans, last_chunks = plan.last.lines() if plan.last else (plans, chunks)
@@ -268,7 +269,7 @@ class Decoder:
         memory = [*(tensor.data_ptr() for tensor in tensors), kernels.workspace(space), progress.ctypes.data]
         kernels.decoder_layers(
             rows, config.norm_eps, layers, shape, plans, chunks, last_plans, last_chunks, kept,
-            np.array(memory), own_space, threads,
+            np.array(memory), own_space, apart, threads,
         )  # fmt: skip
         return x[: len(kept)]
 

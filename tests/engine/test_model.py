@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.engine.attention import SliceSpan, plan_step
+from paceline.engine.attention import SliceSpan, kernels, plan_step
 from paceline.engine.config import ModelConfig
 from paceline.engine.gpu import PagedCache
 from paceline.engine.kv_cache import KVCache
@@ -144,9 +144,19 @@ def run_steps(decoder: Decoder) -> list[torch.Tensor]:
     return [logits for step in steps for logits in paged.step(step)]
 
 
+def share_out(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What threads have of the products of STEPS: "rows" of their own, or "columns" of all."""
+    if kernels:
+        monkeypatch.setattr(kernels, "APART", 2 if shared == "rows" else 1000)
+
+
+@pytest.mark.parametrize("shared", ["rows", "columns"])
 @pytest.mark.parametrize("kind", [kind for kind in (*FLOAT_KINDS, *INT8_KINDS) if "tiled" in kind])
 @pytest.mark.parametrize("family", ["llama3-rope", "qwen3-window", "mistral"])
-def test_all_layers_in_one_call_are_the_layers_one_by_one(family: str, kind: str, tmp_path: Path) -> None:
+def test_all_layers_in_one_call_are_the_layers_one_by_one(
+    family: str, kind: str, shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_out(shared, monkeypatch)
     checkpoints.save(family, tmp_path)
     decoder = load(tmp_path, kind=kind)
     assert decoder.addresses is not None
@@ -183,13 +193,16 @@ def test_what_nobody_reads_does_not_come_from_a_stage_without_layers(device: str
     reads_some(decoder)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("shared", ["rows", "columns", "layer by layer"])
 @pytest.mark.parametrize("kind", [*FLOAT_KINDS, *INT8_KINDS])
 @pytest.mark.parametrize("family", ["llama3-rope", "qwen3-window", "qwen3-moe"])
-def test_what_nobody_reads_is_not_computed(family: str, kind: str, fused: bool, tmp_path: Path) -> None:
+def test_what_nobody_reads_is_not_computed(
+    family: str, kind: str, shared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_out(shared, monkeypatch)
     checkpoints.save(family, tmp_path)
     decoder, rows = load(tmp_path, kind=kind), list[int]()
-    if not fused:
+    if shared == "layer by layer":
         last, decoder.addresses = decoder.layers[-1], None
 
         def out(mixed: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
@@ -198,7 +211,8 @@ def test_what_nobody_reads_is_not_computed(family: str, kind: str, fused: bool, 
 
         decoder.layers[-1] = replace(last, out=out)
     reads_some(decoder)
-    assert fused or rows == [7, 230, 2, 5, 2, 160, 41], "of some, of every one, step by step; at last of nobody"
+    if shared == "layer by layer":
+        assert rows == [7, 230, 2, 5, 2, 160, 41], "of some, of every one, step by step; at last of nobody"
 
 
 @pytest.mark.parametrize("kind", INT8_KINDS)
