@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -219,8 +220,9 @@ def linked(function: F) -> F:
     """Has what Numba compiled of a function called by its name, in what is compiled after it: Numba itself compiles a
     copy of a function and of all that it calls into every caller, and into a parallel one four."""
     [made] = function.overloads.values()
+    library, described = attrgetter("library", "fndesc")(made)
     name = f"{function.__module__}.{function.__qualname__}"
-    add_symbol(name, made.library.get_pointer_to_function(made.fndesc.llvm_func_name))
+    add_symbol(name, library.get_pointer_to_function(described.llvm_func_name))
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         result, kinds, by = signature.return_type, signature.args, context.call_conv

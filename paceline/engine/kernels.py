@@ -1840,6 +1840,11 @@ def apart(rows: int, threads: int) -> bool:
     return threads > 1 and rows >= APART * threads
 
 
+def rows_inside(rows: int, threads: int) -> int:
+    """Of what is between the halves of an MLP: those of a block, or of each thread's block."""
+    return threads * LARGEST_BLOCK if apart(rows, threads) else min(rows, LARGEST_BLOCK)
+
+
 def spaces(rows: int, widest: int, threads: int, apart: bool = False) -> tuple[int, int]:
     """Bytes of work space that `linear` needs in all, and of it each thread's own; `apart`: see `some_layers`."""
     row, alone = (4 + BYTE) * widest + 2 * LINE + 4, LARGEST_BLOCK if apart else ALONE

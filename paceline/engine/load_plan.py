@@ -229,8 +229,7 @@ def activation_bytes(
         row = 2 * config.hidden + 2 * queries + 2 * keys + kernels.LINE // 4
         widest = max(config.hidden, config.intermediate, config.expert_intermediate, queries)
         threads = kernels.num_threads()
-        together = min(max_batch_tokens, kernels.LARGEST_BLOCK * threads)
-        space = together * (4 * config.intermediate + kernels.LINE)
+        space = kernels.rows_inside(max_batch_tokens, threads) * (4 * config.intermediate + kernels.LINE)
         space += kernels.spaces(max_batch_tokens, widest, threads, kernels.apart(max_batch_tokens, threads))[0]
     else:
         row, space = 3 * config.hidden + max(3 * queries + 2 * keys, 3 * config.intermediate), 0

@@ -257,8 +257,8 @@ class Decoder:
         config, rows, threads = self.config, x.shape[0], kernels.num_threads()
         sizes = (config.heads + 2 * config.kv_heads) * config.head_dim, config.heads * config.head_dim
         pad, apart = kernels.LINE // 4, kernels.apart(rows, threads)
-        together = kernels.LARGEST_BLOCK * threads if apart else min(rows, kernels.LARGEST_BLOCK)
-        widths = (rows, sizes[0]), (rows, sizes[1] + pad), (together, config.intermediate + pad)
+        inside_rows = kernels.rows_inside(rows, threads)
+        widths = (rows, sizes[0]), (rows, sizes[1] + pad), (inside_rows, config.intermediate + pad)
         heads, mixed, inside = (torch.empty(count, width) for count, width in widths)
         space, own_space = kernels.spaces(rows, max(config.hidden, config.intermediate, sizes[1]), threads, apart)
         layers, shape = self.lines(cache)
