@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 CHAOS ?= 20
+# workers and test runs are many processes: each would parse all sources again where the environment forbids bytecode
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-all chaos test-cluster lint bench bench-exactness models install clean
 

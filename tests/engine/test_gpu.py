@@ -94,7 +94,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def through_chunks(paged: Paged, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of prompts of 90 and 70 tokens: whole ones, chunks at contexts, slices of one length, decodes."""
+    """Logits of two prompts: whole ones, chunks at contexts, slices of one length, decodes."""
     got: list[list[torch.Tensor]] = [[], []]
     at = [0, 0]
     for lengths in [(17, 0), (1, 31), (13, 1), (3, 3), (1, 5), (29, 1), (1, 1), (9, 19), (16, 9)]:
@@ -102,7 +102,10 @@ def through_chunks(paged: Paged, prompts: list[list[int]]) -> list[torch.Tensor]
         for (i, _, tokens), logits in zip(work, paged.step(work), strict=True):
             got[i].append(logits)
             at[i] += len(tokens)
-    assert at == [90, 70]
+        if at == [len(tokens) for tokens in prompts]:
+            break
+    else:
+        raise AssertionError(f"the steps do not end where the prompts do: {at}")
     return [torch.cat(parts) for parts in got]
 
 
@@ -112,8 +115,8 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-def matches(family: str, device: str, path: Path) -> bool:
-    model, prompts = checkpoints.save(family, path), [prompt(90, 1), prompt(70, 2)]
+def matches(family: str, device: str, path: Path, lengths: tuple[int, int] = (90, 70)) -> bool:
+    model, prompts = checkpoints.save(family, path), [prompt(length, seed) for seed, length in enumerate(lengths, 1)]
     ours = through_chunks(Paged(load(path, device=device)), prompts)
     pairs = zip(ours, prompts, strict=True)
     return all(apart(mine, checkpoints.reference_logits(model, tokens)) < 1e-4 for mine, tokens in pairs)
@@ -132,7 +135,7 @@ def test_flash_attention_is_asked_for_the_same(family: str, flash: None, tmp_pat
 
 @pytest.mark.parametrize("family", [pytest.param("llama-mqa", marks=pytest.mark.slow), "qwen3-window"])
 def test_our_kernels_compute_the_same(family: str, kernels: None, tmp_path: Path) -> None:
-    assert matches(family, HOST, tmp_path)
+    assert matches(family, HOST, tmp_path, (35, 40))
 
 
 def rows_to_draw(vocab: int, device: str) -> torch.Tensor:
@@ -155,7 +158,7 @@ def rows_to_draw(vocab: int, device: str) -> torch.Tensor:
 )
 def test_draws_are_those_of_sorted_rows(device: str, vocab: int, monkeypatch) -> None:
     if device == HOST:
-        monkeypatch.setattr(triton_sampler, "BLOCK", 64)
+        monkeypatch.setattr(triton_sampler, "BLOCK", 128)
     logits = rows_to_draw(vocab, device)
     kinds = [(1.0, 1.0, 0.0, 0), (0.7, 0.9, 0.0, 0), (1.3, 0.5, 0.02, 5), (1.0, 1.0, 0.3, 3), (1.5, 1e-6, 0.0, 0),
              (1.0, 0.95, 0.0, 4), (0.3, 0.3, 0.0, 0)]  # fmt: skip
