@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 # (what extends Numba has no types)
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable
@@ -13,10 +14,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
-from llvmlite.binding import add_symbol
+from llvmlite.binding import Linkage, add_symbol
 from numba import njit, types
 from numba.core.cgutils import get_or_insert_function, if_unlikely
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import LoweringPass, register_pass
 from numba.core.imputils import lower_getattr_generic
+from numba.core.typed_passes import NativeLowering
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
@@ -158,15 +163,60 @@ def _tell() -> None:
         print("compiling, once on this machine: up to a minute", file=sys.stderr, flush=True)
 
 
+class _Kept(JITCodeLibrary):
+    """A part's code as it is before optimisation. Numba would optimise it with all that it calls, and make machine
+    code of it; for what is only compiled again in what calls it, that took a quarter of the time."""
+
+    def finalize(self) -> None:
+        self._finalized = True
+
+    def _get_module_for_linking(self) -> Any:
+        if self._shared_module is None:
+            for library in self._linking_libraries:
+                self._reload_init.update(library._reload_init)
+                self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+            for function in self._final_module.functions:
+                if not function.is_declaration and function.linkage is Linkage.external:
+                    function.linkage = Linkage.linkonce_odr
+            self._shared_module = self._final_module
+        return self._shared_module
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class _Offered(LoweringPass):
+    """Has callers find what was lowered, by a builtin function of its own, which nobody calls."""
+
+    _name = "paceline_offered"
+
+    def __init__(self) -> None:
+        LoweringPass.__init__(self)
+
+    def run_pass(self, state: Any) -> bool:
+        state.cr = state.cr._replace(cfunc=[].append)
+        state.targetctx.insert_user_function(state.cr.cfunc, state.cr.fndesc, [state.library])
+        state.reload_init.extend(state.library._reload_init)
+        return True
+
+
+class _Part(CompilerBase):
+    def define_pipelines(self) -> list[Any]:
+        self.state.flags.no_compile = True
+        self.state.library = _Kept(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        passes.add_pass_after(_Offered, NativeLowering)
+        passes.finalize()
+        return [passes]
+
+
 def part(function: F) -> F:
     """Compiled as a part of the entry points that call it. It makes no arrays, and calls nothing that returns new ones,
     so nobody counts who holds which: that took a third to a half of a simulation's time."""
-    return _compiled(function, False, no_cpython_wrapper=True)
+    return _compiled(function, False, no_cpython_wrapper=True, pipeline_class=_Part)
 
 
 def making(function: F) -> F:
     """A part that makes arrays, or calls what returns new ones."""
-    return _compiled(function, True, no_cpython_wrapper=True)
+    return _compiled(function, True, no_cpython_wrapper=True, pipeline_class=_Part)
 
 
 def _compiled(function: F, counting: bool, **options: Any) -> F:
@@ -196,9 +246,7 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             Path(file._index_path).unlink(missing_ok=True)
         if not Path(file._index_path).exists():
             _tell()
-        compiled.compile(result(*arguments))
-        compiled.disable_compile()
-        return compiled
+        return _only(compiled, result(*arguments))
 
     return decorate
 
@@ -209,11 +257,21 @@ def watched(signature: Any) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         function._cache._cache_file._source_stamp = _stamp(*_made_of(function.py_func))
-        function.compile(signature)
-        function.disable_compile()
-        return function
+        return _only(function, signature)
 
     return decorate
+
+
+def _only(function: F, signature: Any) -> F:
+    """Compiled for this signature, and no other. What is there before that is no garbage: it would be looked through
+    again and again, as Numba makes objects by the million."""
+    gc.freeze()
+    try:
+        function.compile(signature)
+    finally:
+        gc.unfreeze()
+    function.disable_compile()
+    return function
 
 
 def linked(function: F) -> F:
