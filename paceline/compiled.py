@@ -184,7 +184,7 @@ class _Kept(JITCodeLibrary):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _Offered(LoweringPass):
-    """Has callers find what was lowered, by a builtin function of its own, which nobody calls."""
+    """Has callers find what was lowered: Numba looks by a builtin function of its own. This one fails when called."""
 
     _name = "paceline_offered"
 
@@ -192,17 +192,21 @@ class _Offered(LoweringPass):
         LoweringPass.__init__(self)
 
     def run_pass(self, state: Any) -> bool:
-        state.cr = state.cr._replace(cfunc=[].append)
-        state.targetctx.insert_user_function(state.cr.cfunc, state.cr.fndesc, [state.library])
-        state.reload_init.extend(state.library._reload_init)
+        library = state["library"]
+        state.cr = state.cr._replace(cfunc={}.popitem)
+        state.targetctx.insert_user_function(state.cr.cfunc, state.cr.fndesc, [library])
+        state.reload_init.extend(library._reload_init)
         return True
 
 
 class _Part(CompilerBase):
+    """Lowers, and leaves the rest to the entry points."""
+
     def define_pipelines(self) -> list[Any]:
-        self.state.flags.no_compile = True
-        self.state.library = _Kept(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
-        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)
+        state = self.state
+        state.flags.no_compile = True
+        state["library"] = _Kept(state.targetctx.codegen(), state.func_id.func_qualname)
+        passes = DefaultPassBuilder.define_nopython_pipeline(state)
         passes.add_pass_after(_Offered, NativeLowering)
         passes.finalize()
         return [passes]

@@ -54,6 +54,11 @@ def test_an_index_that_nobody_can_read_is_thrown_away(tmp_path):
     assert b"Gone" not in index.read_bytes()
 
 
+def test_a_part_is_not_for_python(tmp_path):
+    with pytest.raises(KeyError):
+        imported(tmp_path, 2).doubled(4)
+
+
 def test_what_was_compiled_of_an_older_file_is_compiled_anew(tmp_path):
     imported(tmp_path, 2)
     assert imported(tmp_path, 30).double(4) == 120
