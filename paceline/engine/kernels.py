@@ -49,7 +49,8 @@ FEATURES = set(_features.split(","))
 HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
 HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
 HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
-HAS_BF16 = HAS_AVX512 and "+avx512bf16" in FEATURES  # products of pairs of bfloat16, in the steps of single floats
+# products of pairs of bfloat16, in the steps of single floats, and bytes that are looked up in a table of 128
+HAS_BF16 = HAS_AVX512 and {"+avx512bf16", "+avx512vbmi"} <= FEATURES
 # products of 16 rows and 16 columns of either in one instruction
 HAS_AMX = HAS_VNNI and HAS_BF16 and {"+amx-tile", "+amx-int8", "+amx-bf16"} <= FEATURES
 HAS_TILES = HAS_AVX512 or HAS_AVX2
@@ -89,11 +90,11 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}  # everything but ignoring infinit
 I64, F32, LONG = types.int64, types.float32, ir.IntType(64)
 EXACT = {"nogil": True, "cache": True}
 OPTIONS = {**EXACT, "fastmath": FAST}
-# of e^r, |r| <= ln 2 / 2, from the highest power on: those of Cephes' expf, and the best of degree 3 that are 1 in 0
+# of e^r, |r| <= ln 2 / 2, from the highest power on: those of Cephes' expf
 EXP = (
     1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0,
 )  # fmt: skip
-ROUGH_EXP = 0.16517976, 0.50413038, 1.00019584, 1.0
+LOG2E = np.float32(1.4426950408889634)
 
 
 @intrinsic
@@ -545,16 +546,14 @@ def _bf16(builder, value):
     return builder.call(ir.InlineAsm(kind, "vcvtneps2bf16 $1, $0", "=v,v", False), [value])
 
 
-def _pair(builder, low, high, ties=True):
-    """16 times two floats as bfloat16, in 32 bits. Without `ties` those are rounded up, in half the time: in what comes
-    from half precision they are many, in weights that were just computed none."""
-    if ties:
-        bits = [builder.zext(_bf16(builder, one), WHOLE) for one in (low, high)]
-        return builder.bitcast(builder.or_(bits[0], builder.shl(bits[1], _all16(16, WHOLE))), VECTOR)
-    bits = [builder.add(builder.bitcast(one, WHOLE), _all16(1 << 15, WHOLE)) for one in (low, high)]
+def _pair(builder, low, high):
+    """16 times two floats, rounded to bfloat16, in 32 bits. As `_bf16`."""
+    if not HAS_BF16:
+        return ir.Constant(VECTOR, None)
     shorts = ir.VectorType(ir.IntType(16), 32)
-    both = [builder.bitcast(one, shorts) for one in (builder.lshr(bits[0], _all16(16, WHOLE)), bits[1])]
-    return builder.bitcast(_pick(builder, *both, np.arange(32) + np.arange(32) % 2 * 32), VECTOR)
+    kind = ir.FunctionType(shorts, [VECTOR, VECTOR])
+    both = builder.call(ir.InlineAsm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", False), [low, high])
+    return builder.bitcast(_pick(builder, both, both, np.arange(32) // 2 + np.arange(32) % 2 * 16), VECTOR)
 
 
 def _loop(builder, count, firsts, turn):
@@ -659,18 +658,18 @@ def _recall(target, source, count, element):
         _copy(target, source, count * 4)
 
 
-def _exp16(builder, x, rough=False):
-    """e^x of 16 numbers <= 0, relative error below 1e-7, or 2e-4 if `rough`; 0 below -87.7, where it is denormal.
+def _exp16(builder, x):
+    """e^x of 16 numbers <= 0, relative error below 1e-7; 0 below -87.7, where it is denormal.
 
     x = n ln 2 + r, |r| <= ln 2 / 2: a polynomial in r, then n into the exponent's bits. n, rounded, is in the last bits
     of x / ln 2 + 1.5 x 2^23.
     """
     x = builder.select(builder.fcmp_ordered(">", _all16(-88.0), x), _all16(-88.0), x)  # n = -127: the power is 0
-    shifted = _fma(builder, x, _all16(float(np.float32(1.4426950408889634))), _all16(12582912.0))
+    shifted = _fma(builder, x, _all16(float(LOG2E)), _all16(12582912.0))
     n, r = builder.fsub(shifted, _all16(12582912.0)), x
-    for part in (-0.6931471806,) if rough else (-0.693359375, 2.12194440e-4):
+    for part in -0.693359375, 2.12194440e-4:
         r = _fma(builder, n, _all16(float(np.float32(part))), r)
-    first, *others = ROUGH_EXP if rough else EXP
+    first, *others = EXP
     p = _all16(float(np.float32(first)))
     for coefficient in others:
         p = _fma(builder, p, r, _all16(float(np.float32(coefficient))))
@@ -741,55 +740,118 @@ def _fetch_to_write(builder, address):
     _fetch_line(builder, address, 1, 1)
 
 
-def _softens(lines: int):
-    """soften(scores, count, peaks, totals, outputs, dims): online softmax of 32 queries over scores [count, 32].
+SIDES = 0, 64  # where 16 of 32 floats begin
 
-    They become weights: a line of floats for each, or one of pairs of bfloat16 for two `lines`. peaks[0:32] and
-    totals[0:32] are of what came before, then with these; what came before in outputs [dims, 32] shrinks.
+
+@_by_hand(*[I64] * 6)
+def _soften(builder, scores, count, peaks, totals, outputs, dims):
+    """Online softmax of 32 queries over scores [count, 32], which become weights; `count` is even.
+
+    peaks[0:32] and totals[0:32] are of what came before, then with these; what came before in outputs [dims, 32]
+    shrinks.
     """
 
-    @_by_hand(*[I64] * 6)
-    def soften(builder, scores, count, peaks, totals, outputs, dims):
-        halves = 0, 64
+    def weigh(row, sums):
+        line, after = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4))), []
+        for side, level, total in zip(SIDES, levels, sums, strict=True):
+            weights = _exp16(builder, builder.fsub(_load(builder, line, side), level))  # 0 of -inf
+            _store(builder, weights, line, side)
+            after.append(builder.fadd(weights, total))
+        return after
 
-        def larger(row, values):
-            line = builder.add(scores, builder.mul(row, LONG(2 * COLUMNS * 4)))
-            new = [_load(builder, line, place) for place in (*halves, 128, 192)]
-            return [_larger(builder, score, value) for score, value in zip(new, values, strict=True)]
-
-        def weigh(row, sums):
-            line, after = builder.add(scores, builder.mul(row, LONG(lines * COLUMNS * 4))), []
-            target = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
-            for half, level, total in zip(halves, levels, sums, strict=True):
-                scored = [_load(builder, line, COLUMNS * 4 * i + half) for i in range(lines)]
-                weights = [_exp16(builder, builder.fsub(score, level), lines == 2) for score in scored]  # 0 of -inf
-                _store(builder, _pair(builder, *weights, ties=False) if lines == 2 else weights[0], target, half)
-                after.append(functools.reduce(builder.fadd, weights, total))
-            return after
-
-        def shrink(row, nothing):
-            line = builder.add(outputs, builder.mul(row, LONG(COLUMNS * 4)))
-            for half, factor in zip(halves, factors, strict=True):
-                _store(builder, builder.fmul(_load(builder, line, half), factor), line, half)
-            return []
-
-        before = [_load(builder, peaks, half) for half in halves]
-        found = _loop(builder, builder.lshr(count, LONG(1)), [*before, *before], larger)
-        tops = [_larger(builder, *both) for both in zip(found[:2], found[2:], strict=True)]
-        endless = [builder.fcmp_ordered("==", top, _all16(float("-inf"))) for top in tops]
-        levels = [builder.select(none, _all16(0.0), top) for none, top in zip(endless, tops, strict=True)]
-        factors = [_exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
-        kept = [builder.fmul(_load(builder, totals, half), factors[i]) for i, half in enumerate(halves)]
-        sums = _loop(builder, builder.lshr(count, LONG(lines - 1)), kept, weigh)
-        _loop(builder, dims, [], shrink)
-        for values, place in ((tops, peaks), (sums, totals)):
-            for half, value in zip(halves, values, strict=True):
-                _store(builder, value, place, half)
-
-    return soften
+    before, levels = _raise_peaks(builder, scores, count, peaks)
+    factors = [_exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
+    _shrink(builder, totals, LONG(1), factors)
+    sums = _loop(builder, count, [_load(builder, totals, side) for side in SIDES], weigh)
+    _store_sides(builder, sums, totals)
+    _shrink(builder, outputs, dims, factors)
 
 
-_soften, _soften_pairs = _softens(1), _softens(2)
+@_by_hand(*[I64] * 6)
+def _soften_pairs(builder, scores, count, peaks, totals, outputs, dims):
+    """As `_soften`, of scores times log2 e; weights are pairs of bfloat16, a line of them for two of scores.
+
+    A weight is 2^t, t = score - peak rounded to a 128th: the whole part of t, and 127, is its exponent, and the seven
+    bits of its fraction are looked up. Peaks are rounded up to whole numbers, so factors are powers of 2, mostly 1.
+    What is not a number weighs nothing; where nothing else is, totals are 0.
+    """
+    if not HAS_BF16:  # then nobody uses it
+        return
+    table = [round((2 ** (i / 128) - 1) * 128) for i in range(128)]
+    kind = ir.VectorType(ir.IntType(8), 64)
+    low, high = (ir.Constant(kind, table[i : i + 64]) for i in (0, 64))
+    zero = 12582912.0  # 1.5 * 2^23: whole numbers are in the last bits of what is added to it
+    ones = builder.bitcast(_all16(0x3F803F80, WHOLE), VECTOR)
+
+    def weigh(row, sums):
+        line, after = builder.add(scores, builder.mul(row, LONG(2 * COLUMNS * 4))), []
+        target = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4)))
+        for side, shift, total in zip(SIDES, shifts, sums, strict=True):
+            scored = [_load(builder, line, COLUMNS * 4 * i + side) for i in range(2)]
+            placed = [_fma(builder, score, _all16(128.0), shift) for score in scored]
+            first, second = (builder.bitcast(_larger(builder, place, _all16(zero)), WHOLE) for place in placed)
+            first = builder.and_(first, _all16(0xFFFF, WHOLE))
+            pairs = builder.or_(first, builder.shl(second, _all16(16, WHOLE)))
+            name, index = "llvm.x86.avx512.vpermi2var.qi.512", builder.bitcast(pairs, kind)
+            fractions = builder.bitcast(_call(builder, name, kind, low, index, high), WHOLE)
+            exponents = builder.and_(pairs, _all16(0xFF80FF80, WHOLE))
+            weights = builder.or_(exponents, builder.and_(fractions, _all16(0x007F007F, WHOLE)))
+            weights = builder.bitcast(weights, VECTOR)
+            _store(builder, weights, target, side)
+            add = ir.InlineAsm(ir.FunctionType(VECTOR, [VECTOR] * 3), "vdpbf16ps $2, $1, $0", "=v,v,v,0", False)
+            after.append(builder.call(add, [weights, ones, total]))
+        return after
+
+    before, levels = _raise_peaks(builder, scores, count, peaks, whole=True)
+    shifts = [_fma(builder, level, _all16(-128.0), _all16(zero + 127 * 128)) for level in levels]
+    factors = []
+    for old, level in zip(before, levels, strict=True):
+        fall = builder.fptosi(_larger(builder, builder.fsub(old, level), _all16(-127.0)), WHOLE)
+        exponent = builder.shl(builder.add(fall, _all16(127, WHOLE)), _all16(23, WHOLE))
+        factors.append(builder.bitcast(exponent, VECTOR))
+    changed = builder.or_(*(builder.fcmp_ordered("!=", factor, _all16(1.0)) for factor in factors))
+    some = ir.IntType(16)
+    with builder.if_then(builder.icmp_unsigned("!=", builder.bitcast(changed, some), some(0)), likely=False):
+        _shrink(builder, totals, LONG(1), factors)
+        _shrink(builder, outputs, dims, factors)
+    sums = _loop(builder, builder.lshr(count, LONG(1)), [_load(builder, totals, side) for side in SIDES], weigh)
+    _store_sides(builder, sums, totals)
+
+
+def _raise_peaks(builder, scores, count, peaks, whole=False):
+    """peaks[0:32] of 32 queries become the largest of them and of scores [count, 32], rounded up if `whole`; what they
+    were, and what they are, or 0 for those that are endless."""
+
+    def larger(row, values):
+        line = builder.add(scores, builder.mul(row, LONG(2 * COLUMNS * 4)))
+        new = [_load(builder, line, place) for place in (*SIDES, 128, 192)]
+        return [_larger(builder, score, value) for score, value in zip(new, values, strict=True)]
+
+    before = [_load(builder, peaks, side) for side in SIDES]
+    found = _loop(builder, builder.lshr(count, LONG(1)), [*before, *before], larger)
+    tops = [_larger(builder, *both) for both in zip(found[:2], found[2:], strict=True)]
+    if whole:
+        tops = [_call(builder, "llvm.ceil.v16f32", VECTOR, top) for top in tops]
+    _store_sides(builder, tops, peaks)
+    endless = [builder.fcmp_ordered("==", top, _all16(float("-inf"))) for top in tops]
+    return before, [builder.select(none, _all16(0.0), top) for none, top in zip(endless, tops, strict=True)]
+
+
+def _store_sides(builder, values, place):
+    for side, value in zip(SIDES, values, strict=True):
+        _store(builder, value, place, side)
+
+
+def _shrink(builder, lines, count, factors):
+    """Lines [count, 32] times a factor a column."""
+
+    def shrink(row, nothing):
+        line = builder.add(lines, builder.mul(row, LONG(COLUMNS * 4)))
+        for side, factor in zip(SIDES, factors, strict=True):
+            _store(builder, builder.fmul(_load(builder, line, side), factor), line, side)
+        return []
+
+    _loop(builder, count, [], shrink)
 
 
 def _larger(builder, new, old):
@@ -1420,7 +1482,8 @@ def _columns_to_outputs(mixed, totals, rows, group, dims, sources, lines, out, o
                     source[i] = mixed + (row // COLUMNS * spare + d + i) * COLUMNS * 4
                 for column in range(0, COLUMNS, 16):
                     _transpose_floats(sources, column * 4, 16, one, lines + (column * spare + d) * 4, spare * 4)
-        mix, share = carray(_floats(lines + row % COLUMNS * spare * 4), (dims,)), one / total[row]
+        mix = carray(_floats(lines + row % COLUMNS * spare * 4), (dims,))
+        share = one / total[row] if total[row] != 0 else np.float32(np.nan)  # 0: not one score was a number
         target = carray(_floats(out + row // group * out_stride + row % group * dims * 4), (dims,))
         for d in range(dims):
             target[d] = mix[d] * share
@@ -1458,6 +1521,7 @@ def _attend_block(
     carray(_floats(totals), (panels * COLUMNS,))[:] = np.float32(0.0)
     carray(_floats(lines), (spare,))[:] = np.float32(0.0)
     sources = scores  # addresses, while there are no scores
+    scale *= LOG2E if bf16 else np.float32(1.0)
     _queries_to_columns(bf16, queries, stride, rows, group, dims, scale, sources, query, query_panel)
     begin = max(0, start - window + 1) // KEYS * KEYS if window != 0 else 0
     for first in range(begin, last, KEYS):
@@ -1491,11 +1555,17 @@ def _attend_block(
 
 
 @njit(I64(I64, I64), **OPTIONS)
+def _block_tokens(group, dims):
+    """Of a block of queries. With AMX reading keys and values takes as long as what a hundred rows do with them."""
+    return max(QUERIES, (2 * BLOCK_ROWS if HAS_AMX and dims <= 64 else BLOCK_ROWS) // group)
+
+
+@njit(I64(I64, I64), **OPTIONS)
 def block_floats(group, dims):
     """What a block of queries works with, in floats: queries, outputs, maxima and sums, scores, keys, values, lines
     of these, and up to the next line of the caches."""
     spare = (dims + 15) // 16 * 16
-    rows = (max(QUERIES, BLOCK_ROWS // group) * group + COLUMNS - 1) // COLUMNS * COLUMNS
+    rows = (_block_tokens(group, dims) * group + COLUMNS - 1) // COLUMNS * COLUMNS
     kept = KEYS * (COLUMNS + dims + LINE // 4) + spare * (KEYS + LINE // 4)
     return rows * (2 * spare + 2) + kept + COLUMNS * spare + LINE // 4
 
@@ -1508,7 +1578,7 @@ def _some_blocks(
 ):  # fmt: skip
     """A thread's share of `attend_chunk`; `work` is its own, `block_floats` of zeros or finite numbers."""
     work += -work % LINE
-    per = max(QUERIES, BLOCK_ROWS // group)  # tokens of a block
+    per = _block_tokens(group, dims)  # tokens of a block
     blocks, lines = (count + per - 1) // per, size * dims * element  # bytes of a head in a block of the cache
     for turn in range((blocks * kv_heads + threads - 1) // threads):
         item = turn * threads + (t if turn % 2 == 0 else threads - 1 - t)
