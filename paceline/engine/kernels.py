@@ -30,6 +30,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from paceline.compiled import linked
+from paceline.engine import pages
 from paceline.engine.addresses import floats as _floats
 from paceline.engine.addresses import ints as _ints
 from paceline.engine.addresses import longs as _longs
@@ -1158,7 +1159,7 @@ def _panels(
                 target = c + row * c_stride + p * columns * 4
                 if first == 0 and not matrices:
                     carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
-                if first + deep == inner:
+                if first + deep == inner and not matrices:  # whose tiles' loads wait for the same few places
                     for i in range(height):
                         _fetch_to_write(target + i * c_stride)
                         if width > 16:
@@ -1937,9 +1938,9 @@ def workspace(nbytes: int) -> int:
     """Address of that many bytes, aligned, that belong to the calling thread until its next call."""
     size = getattr(_local, "size", 0)
     if size < nbytes:
-        _local.memory, _local.size = torch.empty(nbytes + 64, dtype=torch.uint8), nbytes
+        _local.memory, _local.size = pages.zeros((nbytes + LINE,), torch.uint8), nbytes
     address: int = _local.memory.data_ptr()
-    return address + -address % 64
+    return address + -address % LINE
 
 
 def apart(rows: int, threads: int) -> bool:
