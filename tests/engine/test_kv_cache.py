@@ -238,6 +238,20 @@ def test_a_nan_in_a_chunk_reaches_its_token_and_those_behind(dtype: torch.dtype)
     assert got[20:].isnan().all()
 
 
+@DTYPES
+def test_a_chunk_attends_to_one_key_where_scores_are_enormous(dtype: torch.dtype) -> None:
+    """Up to 1e8, and as far below nothing: peaks are whole numbers then, and weights are put together from integers."""
+    model, generator = config(None, 2, 2, 64), torch.Generator().manual_seed(7)
+    heads, chosen = torch.zeros(40, 6, 64), torch.arange(40) // 2
+    heads[:, 4:] = torch.randn(40, 2, 64, generator=generator).bfloat16()
+    heads[torch.arange(40), 2:4, torch.arange(40)] = 8.0  # a dimension for every key
+    heads[:, :2] = -1e7
+    heads[torch.arange(40), :2, chosen] = 1e7 * torch.rand(40, 1, generator=generator)
+    plan, values = plan_step([SliceSpan(0, 40, list(range(10)))], model, 4), heads[chosen, 4:].flatten(1)
+    got = attend(heads.flatten(1), unturned(40, 64), None, KVCache(model, 10, 4, dtype=dtype), 0, None, plan)
+    torch.testing.assert_close(got, values, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("window", [None, 8])
 def test_what_a_token_does_not_see_weighs_nothing(window: int | None) -> None:
     """Not even next to nothing: that would be denormal sums, which are 20 times slower."""
