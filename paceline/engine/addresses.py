@@ -18,4 +18,3 @@ def _pointer(element):
 
 
 floats, ints, longs = (_pointer(kind) for kind in (types.float32, types.int32, types.int64))
-octets, shorts = (_pointer(kind) for kind in (types.uint8, types.uint16))

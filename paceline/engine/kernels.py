@@ -34,7 +34,6 @@ from paceline.engine import pages
 from paceline.engine.addresses import floats as _floats
 from paceline.engine.addresses import ints as _ints
 from paceline.engine.addresses import longs as _longs
-from paceline.engine.addresses import octets, shorts
 from paceline.processor import ask_for_matrix_registers
 
 if platform.machine() not in ("x86_64", "AMD64"):
@@ -79,7 +78,6 @@ DEPTH = 1024  # weights of a panel that stay in the second cache while all rows 
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
 APART = 128  # rows of a thread from which it passes these alone through a layer, see `some_layers`
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
-_activations = octets if BYTE == 1 else shorts  # of products of int8
 # rows that pass a panel of weights together: with two panels they fit into the second cache; and at most, since matrix
 # registers are done with weights before the next ones have come from memory
 BLOCK = 192 // TALL * TALL
@@ -94,16 +92,6 @@ OPTIONS = {**EXACT, "fastmath": FAST}
 # of e^r, |r| <= ln 2 / 2, from the highest power on: the best of degree 5 that are 1 in 0, to 9.2e-8
 EXP = 8.290229365e-3, 4.189839214e-2, 1.666764021e-1, 4.999914467e-1, 9.999997020e-1, 1.0
 LOG2E = np.float32(1.4426950408889634)
-
-
-@intrinsic
-def _float_of_bits(context, bits):
-    """The float32 whose bits an int32 has."""
-
-    def generate(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
-
-    return types.float32(types.int32), generate
 
 
 def _by_hand(*kinds):
@@ -425,6 +413,8 @@ FLOAT, VECTOR, WHOLE = ir.FloatType(), ir.VectorType(ir.FloatType(), 16), ir.Vec
 LANES = ir.Constant(WHOLE, list(range(16)))
 HALVES, SHORTS = ir.VectorType(ir.HalfType(), 16), ir.VectorType(ir.IntType(16), 16)
 SUMS = VECTOR_BYTES // 4  # that a register holds
+SIDES = 0, 64  # where 16 of 32 floats begin
+ROUNDS = 12582912.0  # 1.5 * 2^23: what is added to it is rounded, and a whole number in its last bits
 
 
 def _at(builder, address, offset=0, kind=VECTOR):
@@ -661,11 +651,11 @@ def _exp16(builder, x):
     """e^x of 16 numbers up to 88, relative error below 2e-7; 0 below -87.7, where it is denormal.
 
     x = n ln 2 + r, |r| <= ln 2 / 2: a polynomial in r, then n into the exponent's bits. n, rounded, is in the last bits
-    of x / ln 2 + 1.5 x 2^23.
+    of x / ln 2 + ROUNDS.
     """
-    x = builder.select(builder.fcmp_ordered(">", _all16(-88.0), x), _all16(-88.0), x)  # n = -127: the power is 0
-    shifted = _fma(builder, x, _all16(float(LOG2E)), _all16(12582912.0))
-    n, r = builder.fsub(shifted, _all16(12582912.0)), x
+    x = _larger(builder, _all16(-88.0), x)  # n = -127: the power is 0
+    shifted = _fma(builder, x, _all16(float(LOG2E)), _all16(ROUNDS))
+    n, r = builder.fsub(shifted, _all16(ROUNDS)), x
     for part in -0.693359375, 2.12194440e-4:
         r = _fma(builder, n, _all16(float(np.float32(part))), r)
     first, *others = EXP
@@ -686,35 +676,32 @@ def _last_of_rows(kind: int, integer: bool):
 
     @_by_hand(*[I64] * 8)
     def finish(builder, sums, rows, bias, excess, scales, row_scales, target, stride):
-        halves = 0, 64
-        added = [_load(builder, bias, half) for half in halves]
+        added = [_load(builder, bias, side) for side in SIDES]
         if integer:
-            more = [_load(builder, excess, half, WHOLE) for half in halves]
-            factors = [_load(builder, scales, half) for half in halves]
+            more = [_load(builder, excess, side, WHOLE) for side in SIDES]
+            factors = [_load(builder, scales, side) for side in SIDES]
 
         def row(i, nothing):
             here = builder.add(sums, builder.mul(i, LONG(COLUMNS * 4)))
             there = builder.add(target, builder.mul(i, stride))
             if integer:
                 every = _spread(builder, _load(builder, builder.add(row_scales, builder.shl(i, LONG(2))), 0, FLOAT))
-                counts = [
-                    builder.sub(_load(builder, here, half, WHOLE), one) for half, one in zip(halves, more, strict=True)
-                ]
-                counts = [builder.sitofp(count, VECTOR) for count in counts]
+                counts = [_load(builder, here, side, WHOLE) for side in SIDES]
+                counts = [builder.sitofp(builder.sub(*both), VECTOR) for both in zip(counts, more, strict=True)]
                 by = [builder.fmul(factor, every) for factor in factors]
                 outputs = [_fma(builder, *three) for three in zip(counts, by, added, strict=True)]
             else:
-                sums_of = [_load(builder, here, half) for half in halves]
+                sums_of = [_load(builder, here, side) for side in SIDES]
                 outputs = [builder.fadd(*both) for both in zip(sums_of, added, strict=True)]
             if kind == GATE:
                 gate = outputs[0]
-                small = builder.select(builder.fcmp_ordered(">", gate, _all16(-88.0)), gate, _all16(-88.0))
-                over = builder.fadd(_exp16(builder, builder.fneg(small)), _all16(1.0))
+                negative = builder.fneg(_larger(builder, gate, _all16(-88.0)))
+                over = builder.fadd(_exp16(builder, negative), _all16(1.0))
                 outputs = [builder.fdiv(builder.fmul(gate, outputs[1]), over)]
-            for half, output in zip(halves, outputs, strict=False):
+            for side, output in zip(SIDES, outputs, strict=False):
                 if kind == ADD:
-                    output = builder.fadd(output, _load(builder, there, half))
-                _store(builder, output, there, half)
+                    output = builder.fadd(output, _load(builder, there, side))
+                _store(builder, output, there, side)
             return []
 
         _loop(builder, rows, [], row)
@@ -736,9 +723,6 @@ def _fetch_line(builder, address, write: int = 0, cache: int = 2):
 @_by_hand(I64)
 def _fetch_to_write(builder, address):
     _fetch_line(builder, address, 1, 1)
-
-
-SIDES = 0, 64  # where 16 of 32 floats begin
 
 
 @_by_hand(*[I64] * 6)
@@ -778,7 +762,6 @@ def _soften_pairs(builder, scores, count, peaks, totals, outputs, dims):
     table = [round((2 ** (i / 128) - 1) * 128) for i in range(128)]
     kind = ir.VectorType(ir.IntType(8), 64)
     low, high = (ir.Constant(kind, table[i : i + 64]) for i in (0, 64))
-    zero = 12582912.0  # 1.5 * 2^23: whole numbers are in the last bits of what is added to it
     ones = builder.bitcast(_all16(0x3F803F80, WHOLE), VECTOR)
 
     def weigh(row, sums):
@@ -787,7 +770,7 @@ def _soften_pairs(builder, scores, count, peaks, totals, outputs, dims):
         for side, shift, total in zip(SIDES, shifts, sums, strict=True):
             scored = [_load(builder, line, COLUMNS * 4 * i + side) for i in range(2)]
             placed = [_fma(builder, score, _all16(128.0), shift) for score in scored]
-            first, second = (builder.bitcast(_larger(builder, place, _all16(zero)), WHOLE) for place in placed)
+            first, second = (builder.bitcast(_larger(builder, place, _all16(ROUNDS)), WHOLE) for place in placed)
             first = builder.and_(first, _all16(0xFFFF, WHOLE))
             pairs = builder.or_(first, builder.shl(second, _all16(16, WHOLE)))
             name, index = "llvm.x86.avx512.vpermi2var.qi.512", builder.bitcast(pairs, kind)
@@ -801,7 +784,7 @@ def _soften_pairs(builder, scores, count, peaks, totals, outputs, dims):
         return after
 
     before, levels = _raise_peaks(builder, scores, count, peaks, whole=True)
-    shifts = [_fma(builder, level, _all16(-128.0), _all16(zero + 127 * 128)) for level in levels]
+    shifts = [_fma(builder, level, _all16(-128.0), _all16(ROUNDS + 127 * 128)) for level in levels]
     factors = []
     for old, level in zip(before, levels, strict=True):
         fall = builder.fptosi(_larger(builder, builder.fsub(old, level), _all16(-127.0)), WHOLE)
@@ -854,6 +837,13 @@ def _shrink(builder, lines, count, factors):
 
 def _larger(builder, new, old):
     return builder.select(builder.fcmp_ordered(">", new, old), new, old)
+
+
+def _across(builder, value, join):
+    """What `join` makes of all 16 numbers of a vector, in each of them."""
+    for bit in (8, 4, 2, 1):
+        value = join(value, _pick(builder, value, value, np.arange(16) ^ bit))
+    return value
 
 
 # Keys and values are float32 or half precision: how 16 of them are read, and the power of 2 of an element's bytes.
@@ -925,11 +915,6 @@ def _weigh(builder, scores, count):
     def place(i):
         return builder.add(scores, builder.shl(i, LONG(6)))
 
-    def across(value, join):
-        for bit in (8, 4, 2, 1):
-            value = join(value, _pick(builder, value, value, np.arange(16) ^ bit))
-        return value
-
     def weigh(i, sums):
         weight = _exp16(builder, builder.fsub(_load(builder, place(i)), peak))
         _store(builder, weight, place(i))
@@ -940,9 +925,9 @@ def _weigh(builder, scores, count):
         return []
 
     (peak,) = _loop(builder, parts, [nothing], lambda i, values: [_larger(builder, _load(builder, place(i)), *values)])
-    peak = across(peak, lambda one, other: _larger(builder, one, other))
+    peak = _across(builder, peak, functools.partial(_larger, builder))
     (total,) = _loop(builder, parts, [_all16(0.0)], weigh)
-    inverse = builder.fdiv(_all16(1.0), across(total, builder.fadd))
+    inverse = builder.fdiv(_all16(1.0), _across(builder, total, builder.fadd))
     _loop(builder, parts, [], share)
 
 
@@ -1058,9 +1043,7 @@ def _norm_row(builder, x, width, norm, eps, out):
         return []
 
     sums = _over(builder, width, 64, [_all16(0.0)] * 4, square, False)
-    total = functools.reduce(builder.fadd, sums)
-    for bit in (8, 4, 2, 1):
-        total = builder.fadd(total, _pick(builder, total, total, np.arange(16) ^ bit))
+    total = _across(builder, functools.reduce(builder.fadd, sums), builder.fadd)
     mean = builder.fdiv(builder.extract_element(total, ir.IntType(32)(0)), builder.sitofp(width, FLOAT))
     root = _call(builder, "llvm.sqrt.f32", FLOAT, builder.fadd(mean, eps))
     every = _spread(builder, builder.fdiv(FLOAT(1.0), root))
@@ -1076,16 +1059,16 @@ def _quantize_row(builder, x, width, out, scale):
     def place(i):
         return builder.add(x, builder.shl(i, LONG(6)))
 
-    def larger(i, left, values):  # as integers: the order is that of absolute values, and a NaN is above them all
-        value = builder.bitcast(_load_some(builder, place(i), _mask(builder, left)), WHOLE)
-        value = builder.and_(value, _all16(0x7FFFFFFF, WHOLE))
-        return [builder.select(builder.icmp_signed(">", value, values[0]), value, values[0])]
+    def larger(one, other):  # as integers: the order is that of absolute values, and a NaN is above them all
+        return builder.select(builder.icmp_signed(">", one, other), one, other)
 
-    (found,) = _over(builder, width, 16, [_all16(0, WHOLE)], larger, False)
-    for bit in (8, 4, 2, 1):
-        other = _pick(builder, found, found, np.arange(16) ^ bit)
-        found = builder.select(builder.icmp_signed(">", other, found), other, found)
-    peak = builder.extract_element(builder.bitcast(found, VECTOR), ir.IntType(32)(0))
+    def look(i, left, values):
+        value = builder.bitcast(_load_some(builder, place(i), _mask(builder, left)), WHOLE)
+        return [larger(builder.and_(value, _all16(0x7FFFFFFF, WHOLE)), values[0])]
+
+    (found,) = _over(builder, width, 16, [_all16(0, WHOLE)], look, False)
+    found = builder.bitcast(_across(builder, found, larger), VECTOR)
+    peak = builder.extract_element(found, ir.IntType(32)(0))
     builder.store(builder.fdiv(peak, FLOAT(127.0)), _at(builder, scale, 0, FLOAT), align=4)
     inverse = builder.fdiv(FLOAT(127.0), peak)
     inverse = builder.select(builder.fcmp_unordered("!=", peak, FLOAT(0.0)), inverse, FLOAT(0.0))
