@@ -5,8 +5,8 @@ accumulators stay in registers while the weights stream by once: what 12 rows co
 pass the same weights again, from the cache, the next ones are fetched from memory, in equal parts a pass. Sums run over
 the inner dimension in one order whatever the number of rows, so a sequence's bits do not depend on its batch. With AVX2
 in place of AVX-512 half as many registers of half the size hold up to 6 rows, of which more than 2 pass 16 columns and
-then the other 16. With AMX products of int8, and of pairs of bfloat16, are made of another one of up to 32 rows, whose
-sums, activations and weights are in matrix registers.
+then the other 16. With AMX they are made of another one of up to 32 rows, whose sums, activations and weights are in
+matrix registers: of int8, of pairs of bfloat16, and of float32 as sums of three bfloat16 each.
 
 Tiles are written in assembly, since no loop that a compiler sees keeps its sums in registers this way with so few other
 instructions; Numba compiles them once per machine (13 s, cached). Addresses are passed instead of arrays: taking
@@ -16,6 +16,7 @@ file.
 
 import functools
 import inspect
+import itertools
 import platform
 import threading
 from collections.abc import Sequence
@@ -64,6 +65,14 @@ TOGETHER = 4 // BYTE  # int8 weights of a column that lie side by side
 TALL = 11 if HAS_AVX512 and PROCESSOR.startswith("znver") else ROWS
 MATRIX_ROWS, MATRIX_STEPS = 32, 16  # of a tile in matrix registers: at most, and at a time
 MATRIX_DEPTH = 512  # weights of a panel that stay in the first cache, with a tile's activations, while all rows pass
+# Of float32 in matrix registers, see `_split_assembly`: numbers of a row in a step, bytes of a tile of bfloat16, the
+# parts of a number; bytes of a step of 16 rows of activations and of a panel's weights
+DEEP, TILE, PARTS = 32, 1024, 3
+GROUP_STEP, PANEL_STEP = PARTS * TILE, 2 * PARTS * TILE
+SPLIT_STREAMS = 3  # passes of rows up to which each makes the parts of weights itself: from the first cache it takes
+# 240 ns a step of 32 rows with them; where one leaves them to others it takes 340, and these 210
+SPLIT_DEPTH, SPLIT_PANELS = 1024, 16  # weights of a panel whose parts are left, at most, and panels with sums meanwhile
+SPLIT_AHEAD, SPLIT_FETCHES = 12288, 16  # bytes from weights in use to those fetched; lines a step if others made parts
 REGISTERS = "%rdi", "%rsi", "%rdx", "%rcx", "%r8", "%r9", "%r10", "%r11", "%rax"  # a tile's arguments
 SCRATCH = "%r12", "%r13", "%r14", "%r15"
 # What is fetched ahead of its use goes to the second cache. The first waits for few lines and then stops the core: on a
@@ -82,6 +91,9 @@ QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and ro
 # registers are done with weights before the next ones have come from memory
 BLOCK = 192 // TALL * TALL
 LARGEST_BLOCK = BLOCK * 3 // 2 if HAS_AMX else BLOCK
+# bytes of a thread's own: sums of panels, and parts of weights
+SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SPLIT_PANELS if HAS_AMX else 1)
+TILES_SPACE = SUMS_SPACE + ((SPLIT_DEPTH // DEEP + 1) * PANEL_STEP if HAS_AMX else 0)
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
 
@@ -278,11 +290,136 @@ def _matrix_tile_of(integer: bool):
 
 _byte_matrix_tile, _bf16_matrix_tile = _matrix_tile_of(True), _matrix_tile_of(False)
 
+# Parts of activations and of weights whose products are added up, in an order that loads few of them twice. The other
+# three are at most 2^-21 of a product, of either sign: less than what sums of float32 lose.
+PRODUCTS = (2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)
+KEEP_UPPER = "movl $$0xFFFF0000, %r14d", "vpbroadcastd %r14d, %zmm31"  # of 16 numbers the half that is a bfloat16
+
+
+def _split_weights(w: str, b: str, ahead: int | None) -> list[str]:
+    """The parts of DEEP weights of 32 columns at `w` to `b`; the same lines `ahead` of them are fetched."""
+    whole, units = "%zmm31", []
+    for pair in range(DEEP // 2):
+        for half in (0, 1):
+            low, high, low_part, high_part = (f"%zmm{4 * ((2 * pair + half) % 4) + i}" for i in range(4))
+            here, target = 256 * pair + 64 * half, TILE * half + 64 * pair
+            lines = [f"vmovups {here}({w}), {low}", f"vmovups {here + 128}({w}), {high}"]
+            lines += [] if ahead is None else [f"{FETCH} {here + ahead + other}({w})" for other in (0, 128)]
+            for part in range(PARTS):
+                last = part == PARTS - 1
+                lower, upper = (low, high) if last else (low_part, high_part)
+                if not last:
+                    lines += [f"vpandd {whole}, {low}, {lower}", f"vpandd {whole}, {high}, {upper}"]
+                    lines += [f"vsubps {lower}, {low}, {low}", f"vsubps {upper}, {high}, {high}"]
+                lines += [f"vpsrld $$16, {lower}, {lower}", f"vpord {lower}, {upper}, {upper}"]
+                lines.append(f"vmovups {upper}, {2 * TILE * part + target}({b})")
+            units.append(lines)
+    woven = [zip(*units[first : first + 4], strict=True) for first in range(0, len(units), 4)]
+    return [line for some in woven for together in some for line in together]
+
+
+def _split_products(groups: Sequence[str], b: str, line: str) -> list[str]:
+    """Loads and products of a step of one or two groups of 16 rows; their sums are in the first registers."""
+    held: dict[str, str] = {}
+    lines = []
+
+    def load(place: str, register: str) -> None:
+        if held.get(register) != place:
+            held[register] = place
+            lines.append(f"tileloadd {place}, {register}")
+
+    for part, other in PRODUCTS:
+        if len(groups) > 1:
+            activations, weights = ("%tmm4", "%tmm5"), ("%tmm6", "%tmm7")
+        else:  # there is room for parts that are needed again
+            activations, weights = (f"%tmm{4 + part % 2}",), ("%tmm2", "%tmm3") if other else ("%tmm6", "%tmm7")
+        for group, register in zip(groups, activations, strict=True):
+            load(f"{TILE * part}({group},{line})", register)
+        for half, register in enumerate(weights):
+            load(f"{TILE * (2 * other + half)}({b},{line})", register)
+        for i, one in enumerate(activations):
+            lines += [f"tdpbf16ps {weight}, {one}, %tmm{2 * i + half}" for half, weight in enumerate(weights)]
+    return lines
+
+
+def _woven(lines: list[str], others: list[str]) -> list[str]:
+    """`others` in equal distances among lines."""
+    bounds = [len(lines) * i // len(others) for i in range(len(others) + 1)]
+    parts = (lines[begin:end] for begin, end in itertools.pairwise(bounds))
+    return [line for other, part in zip(others, parts, strict=True) for line in (other, *part)]
+
+
+def _split_assembly(high: bool, streams: bool) -> str:
+    """A tile of float32 in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
+
+    A float32 is the sum of three bfloat16 of 8 bits each. Of activations they are made before, rounded; of weights,
+    cut, here, if this tile `streams` them: while a step's products are made, the parts of the next one.
+    """
+    a, group, w, steps, c, b, slot, ring, fresh = REGISTERS
+    lower_a, lower_c, here, after, line = *SCRATCH, "%rbx"
+    groups = [a, lower_a] if high else [a]
+    rows = [(0, c), (2, lower_c)] if high else [(0, c)]
+    sums = [(f"{64 * half}({place},{line},2)", f"%tmm{first + half}") for first, place in rows for half in (0, 1)]
+    lines = [f"leaq ({a},{group}), {lower_a}", f"leaq {16 * 4 * COLUMNS}({c}), {lower_c}", f"movq $${LINE}, {line}"]
+    lines += [f"testq {fresh}, {fresh}", "jnz 2f", *(f"tileloadd {place}, {register}" for place, register in sums)]
+    lines += ["jmp 1f", "2:", *(f"tilezero {register}" for _, register in sums), "1:"]
+    on = [f"addq $${GROUP_STEP}, {some}" for some in groups]
+    if streams:  # to the other one of two slots (ring: -1), or to the next one (1)
+        lines += [*KEEP_UPPER, "3:", f"leaq ({b},{slot}), {here}"]
+        lines += [f"imulq {ring}, {slot}", f"addq $${PANEL_STEP}, {slot}", f"leaq ({b},{slot}), {after}"]
+        lines.append(f"addq $${DEEP * 4 * COLUMNS}, {w}")
+        lines += _woven(_split_weights(w, after, SPLIT_AHEAD), _split_products(groups, here, line))
+    else:  # w: what is fetched, every `slot` bytes
+        fetches = [f"{FETCH} ({w})", f"addq {slot}, {w}"] * SPLIT_FETCHES
+        lines += ["3:", *_woven(fetches, _split_products(groups, b, line)), f"addq $${PANEL_STEP}, {b}"]
+    lines += [*on, f"subq $${DEEP}, {steps}", "jg 3b"]
+    return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
+
+
+def _split_tile_of(streams: bool):
+    """tile(rows, a, group, w, steps, c, b, slot, ring, fresh): c[rows, 32] += a[rows, steps] w[steps, 32] of float32.
+
+    a: the parts of each 16 rows, `group` bytes from one to the next: [steps / DEEP, PARTS, 16, DEEP] bfloat16; b: those
+    of weights, [steps / DEEP, PARTS, 2, 16, 32], or two steps of them in turn. If `fresh` c is written and not added
+    to. A tile that `streams` finds those of its first step at `slot` of b and leaves those of the step behind its last.
+    """
+    lost = [*SCRATCH, "%rbx", *(f"%zmm{i}" for i in range(32))]
+
+    @intrinsic
+    def tile(context, rows, a, group, w, steps, c, b, slot, ring, fresh):
+        def generate(context, builder, signature, arguments):
+            if HAS_AMX:
+                more = builder.icmp_signed(">", arguments[0], LONG(16))
+                with builder.if_else(more) as forms:
+                    for form, high in zip(forms, (True, False), strict=True):
+                        with form:
+                            builder.call(_assembled(_split_assembly(high, streams), REGISTERS, lost), arguments[1:])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
+
+    return tile
+
+
+_split_stream_tile, _split_tile = _split_tile_of(True), _split_tile_of(False)
+
+
+@_by_hand(I64, I64)
+def _split_first(builder, w, b):
+    """The parts of a panel's first DEEP weights at `w` to `b`, for a tile that streams."""
+    if not HAS_AMX:
+        return
+    lost = ["%r14", *(f"%zmm{i}" for i in range(32))]
+    form = _assembled("\n".join([*KEEP_UPPER, *_split_weights("%rdi", "%rsi", None)]), ("%rdi", "%rsi"), lost)
+    builder.call(form, [w, b])
+
 
 def _matrix_shape(rows: int) -> bytes:
     """What matrix registers hold in a tile of so many rows: palette 1, bytes a row, rows."""
     upper, lower = min(rows, 16), max(rows - 16, 1)
-    registers = upper, upper, lower, lower, upper, lower, MATRIX_STEPS, MATRIX_STEPS
+    # up to 16 rows leave four to more weights and activations
+    others = (lower, lower, upper, lower) if rows > 16 else (MATRIX_STEPS, MATRIX_STEPS, upper, upper)
+    registers = upper, upper, *others, MATRIX_STEPS, MATRIX_STEPS
     return bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *registers, *[0] * 8])
 
 
@@ -357,13 +494,12 @@ def _byte_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead,
         )  # fmt: skip
 
 
-@njit(I64(I64, I64), inline="always", **OPTIONS)
-def _block(rows, scales):
-    """Of rows that go through linear layers together, `scales` of whose weights are somewhere if these are int8: equal
-    parts, since few rows cost what many do."""
-    matrices = HAS_AMX and scales != 0
-    parts = max((rows + (BLOCK // 2 if matrices else BLOCK - 1)) // BLOCK, 1)
-    return ((rows + parts - 1) // parts + TALL - 1) // TALL * TALL
+@njit(I64(I64), inline="always", **OPTIONS)
+def _block(rows):
+    """Of rows that go through linear layers together: equal parts, since few rows cost what many do."""
+    tall = MATRIX_ROWS if HAS_AMX else TALL
+    parts = max((rows + (BLOCK // 2 if HAS_AMX else BLOCK - 1)) // BLOCK, 1)
+    return ((rows + parts - 1) // parts + tall - 1) // tall * tall
 
 
 @njit(I64(types.boolean, types.boolean, *[I64] * 7, types.boolean), **OPTIONS)
@@ -1084,6 +1220,25 @@ def _quantize_row(builder, x, width, out, scale):
     _over(builder, width, 16, [], whole, False)
 
 
+@_by_hand(I64, I64, I64)
+def _split_row(builder, x, width, out):
+    """The parts of x [width], filled up with zeros, to one of 16 rows of out [width / DEEP, PARTS, 16, DEEP]."""
+
+    def split(i, left, nothing):
+        source, target = builder.add(x, builder.shl(i, LONG(7))), builder.add(out, builder.mul(i, LONG(GROUP_STEP)))
+        for half in (0, 1):
+            mask = _mask(builder, left and builder.sub(left, LONG(16 * half)))
+            rest = _load_some(builder, builder.add(source, LONG(64 * half)), mask)
+            for part in range(PARTS):
+                bits = _bf16(builder, rest)
+                builder.store(bits, _at(builder, target, TILE * part + 32 * half, SHORTS), align=32)
+                upper = builder.shl(builder.zext(bits, WHOLE), _all16(16, WHOLE))
+                rest = builder.fsub(rest, builder.bitcast(upper, VECTOR))
+        return []
+
+    _over(builder, width, DEEP, [], split)
+
+
 @njit(types.void(*[I64] * 11), **OPTIONS)
 def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scales, row_scales):
     """Products sums [rows, 32] of a panel to target [rows, width], with bias and scales.
@@ -1167,6 +1322,59 @@ def _panels(
         _shape(0)
 
 
+@njit(I64(I64), inline="always", **OPTIONS)
+def padded(inner):
+    """Numbers of a column of a panel of float32: behind the last one zeros fill up a step of matrix registers."""
+    return (inner + DEEP - 1) // DEEP * DEEP if HAS_AMX else inner
+
+
+@linked
+@njit(types.void(*[I64] * 13), **OPTIONS)
+def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_stride, own):
+    """As `_panels`, of float32 in matrix registers; a: the parts of each 16 rows, as `_split_row` leaves them.
+
+    Up to MATRIX_ROWS rows pass a thread's panels in one stream, so that parts of weights are made while others are
+    used; so do some more, each MATRIX_ROWS for themselves. Of many rows the first ones leave the parts of SPLIT_DEPTH
+    of a panel's weights to the others. Where a panel has more of them, sums of some panels are kept meanwhile, since
+    all parts of long rows would not stay in the second cache.
+    """
+    columns, size = 16 if kind == GATE else COLUMNS, COLUMNS * 4
+    panels, passes = (outer + columns - 1) // columns, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
+    begin, end = panels * t // threads, panels * (t + 1) // threads
+    deep, parts, stream = padded(inner), own + SUMS_SPACE, passes <= SPLIT_STREAMS
+    pieces = 1 if passes == 1 else (deep + SPLIT_DEPTH - 1) // SPLIT_DEPTH
+    depth = ((deep + pieces - 1) // pieces + DEEP - 1) // DEEP * DEEP
+    together, gap = SPLIT_PANELS if pieces > 1 else 1, max(DEEP * size // SPLIT_FETCHES // max(passes - 1, 1), 1)
+    shape, slot = 0, 0
+    for low in range(begin, end, together):
+        for first in range(0, deep, depth):
+            steps, fresh, last = min(depth, deep - first), first == 0, first + depth >= deep
+            for p in range(low, min(low + together, end)):
+                at, width = w + (p * deep + first) * size, min(columns, outer - p * columns)
+                fetched = at + deep * size
+                for row in range(0, rows, MATRIX_ROWS):
+                    height, here = min(rows - row, MATRIX_ROWS), a + row // 16 * group + first // DEEP * GROUP_STEP
+                    place = own + ((p - low) * LARGEST_BLOCK + row) * size
+                    shape = _shaped(height, shape)
+                    if stream or row == 0:
+                        if passes > 1 or p == begin:
+                            _split_first(at, parts)
+                        ring = -1 if stream else 1
+                        _split_stream_tile(height, here, group, at, steps, place, parts, slot, ring, fresh)
+                    else:
+                        _split_tile(height, here, group, fetched, steps, place, parts, gap, 0, fresh)
+                        fetched += gap * SPLIT_FETCHES * (steps // DEEP)
+                    if last:
+                        _finish(
+                            place, height, width, kind, c + row * c_stride + p * columns * 4, c_stride, bias + p * size,
+                            0, 0, 0, 0,
+                        )  # fmt: skip
+                if passes == 1 and steps // DEEP % 2:  # the next panel's first step is in the other slot
+                    slot = PANEL_STEP - slot
+    if shape:
+        _shape(0)
+
+
 @linked
 @njit(I64(*[I64] * 7, F32, *[I64] * 11), **OPTIONS)
 def some_linear(
@@ -1176,11 +1384,23 @@ def some_linear(
     """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
     that has them to itself (0 of 1) waits for nobody."""
     a, stride, scales = x, x_stride, x
-    if norm != 0 or w_scale != 0:
-        few = rows < ALONE
-        base = own + LARGEST_BLOCK * COLUMNS * 4 if few else shared
+    split = HAS_AMX and w_scale == 0
+    if norm != 0 or w_scale != 0 or split:
+        few = rows <= MATRIX_ROWS if split else rows < ALONE
+        base = own + TILES_SPACE if few else shared
         begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
-        if w_scale == 0:
+        if split:
+            normed, parts = base + begin * (inner * 4 + LINE), base + rows * (inner * 4 + LINE)
+            parts += -parts % LINE
+            group = padded(inner) // DEEP * GROUP_STEP
+            for row in range(begin, end):
+                here = a + row * stride
+                if norm != 0:
+                    _norm_row(here, inner, norm, eps, normed)
+                    here = normed
+                _split_row(here, inner, parts + row // 16 * group + row % 16 * LINE)
+            a, stride = parts, group
+        elif w_scale == 0:
             for row in range(begin, end):
                 _norm_row(a + row * stride, inner, norm, eps, base + row * (inner * 4 + LINE))
             a, stride = base, inner * 4 + LINE
@@ -1196,7 +1416,10 @@ def some_linear(
             a, stride = quantized, inner * BYTE + LINE
         if not few and threads > 1:
             turn = wait(gate, turn, threads)
-    _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
+    if split:
+        _split_panels(t, threads, a, stride, rows, inner, w, bias, outer, kind, c, c_stride, own)
+    else:
+        _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
     return wait(gate, turn, threads) if threads > 1 else turn
 
 
@@ -1215,7 +1438,7 @@ def linear(
     for t in prange(threads):
         own = space + 64 + t * own_space
         shared = space + 64 + threads * own_space
-        turn, block = 0, _block(rows, w_scale)
+        turn, block = 0, _block(rows)
         for first in range(0, rows, block):
             turn = some_linear(
                 t, threads, space, turn, x + first * x_stride, x_stride, norm, eps, min(block, rows - first), inner, w,
@@ -1667,9 +1890,9 @@ def some_layers(
     begin, end = rows * t // threads, rows * (t + 1) // threads
     part, parts, low, high, prepared, between = t, threads, 0, rows, shared, inside
     if apart:
-        part, parts, low, high, prepared = 0, 1, begin, end, own + LARGEST_BLOCK * COLUMNS * 4
+        part, parts, low, high, prepared = 0, 1, begin, end, own + TILES_SPACE
         between += t * LARGEST_BLOCK * inside_stride
-    block = _block(high - low, layers[0, QKV + 1])
+    block = _block(high - low)
     for index in range(layers.shape[0]):
         layer, narrows = layers[index], index + 1 == layers.shape[0] and kept.shape[0] < rows
         plan = last_plans[layer[LAYER_WINDOW]] if narrows else plans[layer[LAYER_WINDOW]]
@@ -1704,7 +1927,7 @@ def some_layers(
         if narrows:
             rows = kept.shape[0]
             part, parts, low, high, prepared, between = t, threads, 0, rows, shared, inside
-            block = _block(max(rows, 1), layers[0, QKV + 1])
+            block = _block(max(rows, 1))
             if t == 0:
                 for row in range(rows):
                     _copy(mixed + row * mixed_stride, mixed + kept[row] * mixed_stride, q_heads * dims * 4)
@@ -1864,7 +2087,7 @@ def _put(made, place, nbytes, differs):
 def _some_panels(begin, end, panels, rows, element, inner, integer, target, scales, differs, own):
     """A thread's share of `pack`; `own` is its work space."""
     each = 4 if integer else 1  # numbers of a row in a line
-    lines = inner // each
+    lines, pitch = inner // each, inner // each if integer else padded(inner)
     for panel in range(begin, end):
         if differs != 0 and carray(_longs(differs), (1,))[0] != 0:
             return
@@ -1877,7 +2100,7 @@ def _some_panels(begin, end, panels, rows, element, inner, integer, target, scal
             carray(_ints(own + TOTALS), (COLUMNS,))[:] = 0
         for line in range(0, lines, LINES):
             count = min(LINES, lines - line)
-            place = target + (panel * lines + line) * COLUMNS * 4
+            place = target + (panel * pitch + line) * COLUMNS * 4
             made = place if count == LINES and differs == 0 else own
             for half in (0, 64):
                 _lines(
@@ -1938,9 +2161,11 @@ def rows_inside(rows: int, threads: int) -> int:
 
 def spaces(rows: int, widest: int, threads: int, apart: bool = False) -> tuple[int, int]:
     """Bytes of work space that `linear` needs in all, and of it each thread's own; `apart`: see `some_layers`."""
-    row, alone = (4 + BYTE) * widest + 2 * LINE + 4, LARGEST_BLOCK if apart else ALONE
-    own = LARGEST_BLOCK * COLUMNS * 4 + -(-alone * row // LINE) * LINE
-    return LINE + threads * own + min(rows, LARGEST_BLOCK) * row, own
+    row, alone = (4 + BYTE) * widest + 2 * LINE + 4, LARGEST_BLOCK if apart else MATRIX_ROWS if HAS_AMX else ALONE
+    if HAS_AMX:
+        row += PARTS * 2 * (widest + DEEP)
+    own = TILES_SPACE + -(-alone * row // LINE) * LINE
+    return LINE + threads * own + -(-min(rows, LARGEST_BLOCK) // 16) * 16 * row, own
 
 
 @functools.cache

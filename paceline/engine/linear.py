@@ -183,16 +183,21 @@ def in_one(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class Weights:
-    """Panels of [in, 32] float32, or of [in / n, 32, n] int8 with a scale [2, panels * 32] each, of rows in a file; n
-    is `kernels.TOGETHER`.
+    """Panels of [in, 32] float32, `kernels.padded(in)` lines apart, or of [in / n, 32, n] int8 with a scale
+    [2, panels * 32] each, of rows in a file; n is `kernels.TOGETHER`.
 
     Layers that would hold the same hold one, whichever models they are of; it goes with the last of them.
     """
 
     def __init__(self, panels: int, inner: int, integer: bool):
-        together = kernels.TOGETHER
-        shape = (panels, inner // together, kernels.COLUMNS, together) if integer else (panels, inner, kernels.COLUMNS)
-        self.packed = pages.zeros(shape, torch.int8 if integer else torch.float32)
+        if integer:
+            shape = (panels, inner // kernels.TOGETHER, kernels.COLUMNS, kernels.TOGETHER)
+            self.packed = pages.zeros(shape, torch.int8)
+        else:
+            lines = kernels.padded(inner)
+            # a tile may read one step more, to be ready for the next panel
+            memory = pages.zeros((panels * lines + kernels.DEEP, kernels.COLUMNS))
+            self.packed = memory[: panels * lines].unflatten(0, (panels, lines))[:, :inner]
         self.scale = torch.empty(2, panels * kernels.COLUMNS) if integer else None
         self.inner, self.integer = inner, integer
 

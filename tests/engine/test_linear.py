@@ -40,7 +40,7 @@ def reference(weight: Tensor, bias: Tensor | None, gated: bool, x: Tensor, norm:
 
 @pytest.mark.parametrize("kind", FLOAT)
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (16, 2056), (30, 12)])
+@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (80, 2056), (1100, 1032), (30, 12)])
 def test_it_is_the_product_at_any_number_of_rows(kind: str, gated: bool, outer: int, inner: int) -> None:
     weight, bias = random(2 * outer if gated else outer, inner) / inner**0.5, random(2 * outer if gated else outer)
     norm = Norm(random(inner, seed=2).abs() + 0.5, 1e-6)
@@ -55,6 +55,15 @@ def test_it_is_the_product_at_any_number_of_rows(kind: str, gated: bool, outer: 
         expected = y + reference(weight, bias, gated, x, norm)
         assert layer(x, norm, add_to=y) is y
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", FLOAT)
+def test_it_loses_no_more_than_sums_of_float32_do(kind: str) -> None:
+    """Of 2048 products 0.4e-6 in matrix registers and 0.8e-6 in vectors; without a product of parts 2.4e-6 or more."""
+    weight, x = random(256, 2048), random(64, 2048, seed=1)
+    exact = x.double() @ weight.double().T
+    error = make_linear(kind, weight)(x) - exact
+    assert error.square().mean().sqrt() < 1.5e-6 * exact.square().mean().sqrt()
 
 
 @pytest.mark.parametrize("kind", INT8)
