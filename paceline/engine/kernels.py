@@ -1383,37 +1383,25 @@ def some_linear(
 ):  # fmt: skip
     """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
     that has them to itself (0 of 1) waits for nobody."""
-    a, stride, scales = x, x_stride, x
-    split = HAS_AMX and w_scale == 0
+    a, stride, scales, split = x, x_stride, x, HAS_AMX and w_scale == 0
     if norm != 0 or w_scale != 0 or split:
-        few = rows <= MATRIX_ROWS if split else rows < ALONE
-        base = own + TILES_SPACE if few else shared
+        few, plain, one = rows <= MATRIX_ROWS if split else rows < ALONE, w_scale == 0 and not split, inner * 4 + LINE
         begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
-        if split:
-            normed, parts = base + begin * (inner * 4 + LINE), base + rows * (inner * 4 + LINE)
-            parts += -parts % LINE
-            group = padded(inner) // DEEP * GROUP_STEP
-            for row in range(begin, end):
-                here = a + row * stride
-                if norm != 0:
-                    _norm_row(here, inner, norm, eps, normed)
-                    here = normed
-                _split_row(here, inner, parts + row // 16 * group + row % 16 * LINE)
-            a, stride = parts, group
-        elif w_scale == 0:
-            for row in range(begin, end):
-                _norm_row(a + row * stride, inner, norm, eps, base + row * (inner * 4 + LINE))
-            a, stride = base, inner * 4 + LINE
-        else:
-            quantized = base + rows * (inner * 4 + LINE)
-            scales, normed = quantized + rows * (inner * BYTE + LINE), base + begin * (inner * 4 + LINE)
-            for row in range(begin, end):
-                here = a + row * stride
-                if norm != 0:
-                    _norm_row(here, inner, norm, eps, normed)
-                    here = normed
-                _quantize_row(here, inner, quantized + row * (inner * BYTE + LINE), scales + row * 4)
-            a, stride = quantized, inner * BYTE + LINE
+        normed = own + TILES_SPACE if few else shared + t * one  # a row, but where rows need nothing else
+        a = own + TILES_SPACE + one if few else shared + threads * one
+        a += -a % LINE
+        stride = padded(inner) // DEEP * GROUP_STEP if split else one if plain else inner * BYTE + LINE
+        scales = a + rows * stride
+        for row in range(begin, end):
+            here = x + row * x_stride
+            if norm != 0:
+                place = a + row * stride if plain else normed
+                _norm_row(here, inner, norm, eps, place)
+                here = place
+            if split:
+                _split_row(here, inner, a + row // 16 * stride + row % 16 * LINE)
+            elif not plain:
+                _quantize_row(here, inner, a + row * stride, scales + row * 4)
         if not few and threads > 1:
             turn = wait(gate, turn, threads)
     if split:
@@ -2161,11 +2149,11 @@ def rows_inside(rows: int, threads: int) -> int:
 
 def spaces(rows: int, widest: int, threads: int, apart: bool = False) -> tuple[int, int]:
     """Bytes of work space that `linear` needs in all, and of it each thread's own; `apart`: see `some_layers`."""
-    row, alone = (4 + BYTE) * widest + 2 * LINE + 4, LARGEST_BLOCK if apart else MATRIX_ROWS if HAS_AMX else ALONE
-    if HAS_AMX:
-        row += PARTS * 2 * (widest + DEEP)
-    own = TILES_SPACE + -(-alone * row // LINE) * LINE
-    return LINE + threads * own + -(-min(rows, LARGEST_BLOCK) // 16) * 16 * row, own
+    one = 4 * widest + LINE
+    row = max(one, PARTS * 2 * (widest + DEEP) if HAS_AMX else 0) + 4
+    alone = LARGEST_BLOCK if apart else MATRIX_ROWS if HAS_AMX else ALONE
+    own = TILES_SPACE + -(-(one + LINE + alone * row) // LINE) * LINE
+    return 2 * LINE + threads * (own + one) + -(-min(rows, LARGEST_BLOCK) // 16) * 16 * row, own
 
 
 @functools.cache
