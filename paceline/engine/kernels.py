@@ -298,24 +298,29 @@ KEEP_UPPER = "movl $$0xFFFF0000, %r14d", "vpbroadcastd %r14d, %zmm31"  # of 16 n
 
 def _split_weights(w: str, b: str, ahead: int | None) -> list[str]:
     """The parts of DEEP weights of 32 columns at `w` to `b`; the same lines `ahead` of them are fetched."""
-    whole, units = "%zmm31", []
-    for pair in range(DEEP // 2):
-        for half in (0, 1):
-            low, high, low_part, high_part = (f"%zmm{4 * ((2 * pair + half) % 4) + i}" for i in range(4))
-            here, target = 256 * pair + 64 * half, TILE * half + 64 * pair
-            lines = [f"vmovups {here}({w}), {low}", f"vmovups {here + 128}({w}), {high}"]
-            lines += [] if ahead is None else [f"{FETCH} {here + ahead + other}({w})" for other in (0, 128)]
+    whole, lines = "%zmm31", []
+    for first in range(0, DEEP // 2, 2):  # two pairs of each half together; lines are read and fetched in their order
+        units = []
+        for i in range(4):
+            pair, half = first + i // 2, i % 2
+            low, high, low_part, high_part = (f"%zmm{4 * i + j}" for j in range(4))
+            here, target, unit = 256 * pair + 64 * half, TILE * half + 64 * pair, []
             for part in range(PARTS):
                 last = part == PARTS - 1
                 lower, upper = (low, high) if last else (low_part, high_part)
                 if not last:
-                    lines += [f"vpandd {whole}, {low}, {lower}", f"vpandd {whole}, {high}, {upper}"]
-                    lines += [f"vsubps {lower}, {low}, {low}", f"vsubps {upper}, {high}, {high}"]
-                lines += [f"vpsrld $$16, {lower}, {lower}", f"vpord {lower}, {upper}, {upper}"]
-                lines.append(f"vmovups {upper}, {2 * TILE * part + target}({b})")
-            units.append(lines)
-    woven = [zip(*units[first : first + 4], strict=True) for first in range(0, len(units), 4)]
-    return [line for some in woven for together in some for line in together]
+                    unit += [f"vpandd {whole}, {low}, {lower}", f"vpandd {whole}, {high}, {upper}"]
+                    unit += [f"vsubps {lower}, {low}, {low}", f"vsubps {upper}, {high}, {high}"]
+                unit += [f"vpsrld $$16, {lower}, {lower}", f"vpord {lower}, {upper}, {upper}"]
+                unit.append(f"vmovups {upper}, {2 * TILE * part + target}({b})")
+            units.append(unit)
+        for i in range(8):
+            here = 256 * first + 64 * i
+            lines.append(f"vmovups {here}({w}), %zmm{8 * (i // 4) + 4 * (i % 2) + i // 2 % 2}")
+        rest = [line for together in zip(*units, strict=True) for line in together]
+        fetches = [] if ahead is None else [f"{FETCH} {256 * first + 64 * i + ahead}({w})" for i in range(8)]
+        lines += _woven(rest, fetches) if fetches else rest
+    return lines
 
 
 def _split_products(groups: Sequence[str], b: str, line: str) -> list[str]:
@@ -402,6 +407,39 @@ def _split_tile_of(streams: bool):
 
 
 _split_stream_tile, _split_tile = _split_tile_of(True), _split_tile_of(False)
+
+
+def _one_row_assembly() -> str:
+    """The same products of one row in vectors, since matrix registers slow a core down, and rounded as there.
+
+    Those sum the products of even numbers of a step and those of odd ones, add both and then that to what was there.
+    """
+    a, w, steps, c = REGISTERS[:4]
+    whole, (upper, middle, rest), totals = "%zmm31", (parts := ("%zmm28", "%zmm29", "%zmm30")), ("%zmm26", "%zmm27")
+    sums = [[f"%zmm{12 * half + i}" for i in range(2 * len(PRODUCTS))] for half in (0, 1)]  # each product's two
+    lines = [*KEEP_UPPER, *(f"vpxord {total}, {total}, {total}" for total in totals), "1:"]
+    lines += [f"vpxord {one}, {one}, {one}" for some in sums for one in some]
+    for number, half in itertools.product(range(DEEP), (0, 1)):
+        here = COLUMNS * 4 * number + LINE * half
+        lines += [f"vmovups {here}({w}), {rest}", f"{FETCH} {here + SPLIT_AHEAD}({w})"]
+        lines += [f"vpandd {whole}, {rest}, {upper}", f"vsubps {upper}, {rest}, {rest}"]
+        lines += [f"vpandd {whole}, {rest}, {middle}", f"vsubps {middle}, {rest}, {rest}"]
+        for (part, other), one in zip(PRODUCTS, sums[half][number % 2 :: 2], strict=True):
+            lines.append(f"vfmadd231ps {4 * (DEEP * part + number)}({a}){{1to16}}, {parts[other]}, {one}")
+    for total, some in zip(totals, sums, strict=True):
+        for even, odd in zip(some[::2], some[1::2], strict=True):
+            lines += [f"vaddps {odd}, {even}, {even}", f"vaddps {even}, {total}, {total}"]
+    lines += [f"addq $${4 * PARTS * DEEP}, {a}", f"addq $${DEEP * COLUMNS * 4}, {w}"]
+    lines += [f"subq $${DEEP}, {steps}", "jg 1b"]
+    return "\n".join([*lines, *(f"vmovups {total}, {LINE * half}({c})" for half, total in enumerate(totals))])
+
+
+@_by_hand(*[I64] * 4)
+def _one_row(builder, a, w, steps, c):
+    """As a tile that streams, of one row a [steps / DEEP, PARTS, DEEP] float32, to c, which is written."""
+    if HAS_AMX:
+        lost = ["%r14", *(f"%zmm{i}" for i in range(32))]
+        builder.call(_assembled(_one_row_assembly(), REGISTERS[:4], lost), [a, w, steps, c])
 
 
 @_by_hand(I64, I64)
@@ -1220,23 +1258,36 @@ def _quantize_row(builder, x, width, out, scale):
     _over(builder, width, 16, [], whole, False)
 
 
-@_by_hand(I64, I64, I64)
-def _split_row(builder, x, width, out):
-    """The parts of x [width], filled up with zeros, to one of 16 rows of out [width / DEEP, PARTS, 16, DEEP]."""
+def _split_row_of(wide: bool):
+    """split(x, width, out): the parts of x [width], filled up with zeros, to out: to one of 16 rows of
+    [width / DEEP, PARTS, 16, DEEP] bfloat16, or if `wide` to [width / DEEP, PARTS, DEEP] as float32."""
 
-    def split(i, left, nothing):
-        source, target = builder.add(x, builder.shl(i, LONG(7))), builder.add(out, builder.mul(i, LONG(GROUP_STEP)))
-        for half in (0, 1):
-            mask = _mask(builder, left and builder.sub(left, LONG(16 * half)))
-            rest = _load_some(builder, builder.add(source, LONG(64 * half)), mask)
-            for part in range(PARTS):
-                bits = _bf16(builder, rest)
-                builder.store(bits, _at(builder, target, TILE * part + 32 * half, SHORTS), align=32)
-                upper = builder.shl(builder.zext(bits, WHOLE), _all16(16, WHOLE))
-                rest = builder.fsub(rest, builder.bitcast(upper, VECTOR))
-        return []
+    @_by_hand(I64, I64, I64)
+    def split(builder, x, width, out):
+        each = 4 * DEEP if wide else TILE
 
-    _over(builder, width, DEEP, [], split)
+        def some(i, left, nothing):
+            source = builder.add(x, builder.shl(i, LONG(7)))
+            target = builder.add(out, builder.mul(i, LONG(PARTS * each)))
+            for half in (0, 1):
+                mask = _mask(builder, left and builder.sub(left, LONG(16 * half)))
+                rest = _load_some(builder, builder.add(source, LONG(64 * half)), mask)
+                for part in range(PARTS):
+                    bits = _bf16(builder, rest)
+                    number = builder.bitcast(builder.shl(builder.zext(bits, WHOLE), _all16(16, WHOLE)), VECTOR)
+                    if wide:
+                        _store(builder, number, target, each * part + 64 * half)
+                    else:
+                        builder.store(bits, _at(builder, target, each * part + 32 * half, SHORTS), align=32)
+                    rest = builder.fsub(rest, number)
+            return []
+
+        _over(builder, width, DEEP, [], some)
+
+    return split
+
+
+_split_row, _widen_row = _split_row_of(False), _split_row_of(True)
 
 
 @njit(types.void(*[I64] * 11), **OPTIONS)
@@ -1334,9 +1385,10 @@ def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_
     """As `_panels`, of float32 in matrix registers; a: the parts of each 16 rows, as `_split_row` leaves them.
 
     Up to MATRIX_ROWS rows pass a thread's panels in one stream, so that parts of weights are made while others are
-    used; so do some more, each MATRIX_ROWS for themselves. Of many rows the first ones leave the parts of SPLIT_DEPTH
-    of a panel's weights to the others. Where a panel has more of them, sums of some panels are kept meanwhile, since
-    all parts of long rows would not stay in the second cache.
+    used; so do some more, each MATRIX_ROWS for themselves. One row, of which a has the parts as `_widen_row` leaves
+    them, is for vectors. Of many rows the first ones leave the parts of SPLIT_DEPTH of a panel's weights to the others.
+    Where a panel has more of them, sums of some panels are kept meanwhile, since all parts of long rows would not stay
+    in the second cache.
     """
     columns, size = 16 if kind == GATE else COLUMNS, COLUMNS * 4
     panels, passes = (outer + columns - 1) // columns, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
@@ -1355,8 +1407,11 @@ def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_
                 for row in range(0, rows, MATRIX_ROWS):
                     height, here = min(rows - row, MATRIX_ROWS), a + row // 16 * group + first // DEEP * GROUP_STEP
                     place = own + ((p - low) * LARGEST_BLOCK + row) * size
-                    shape = _shaped(height, shape)
-                    if stream or row == 0:
+                    if rows > 1:
+                        shape = _shaped(height, shape)
+                    if rows == 1:
+                        _one_row(a, at, steps, place)
+                    elif stream or row == 0:
                         if passes > 1 or p == begin:
                             _split_first(at, parts)
                         ring = -1 if stream else 1
@@ -1390,7 +1445,9 @@ def some_linear(
         normed = own + TILES_SPACE if few else shared + t * one  # a row, but where rows need nothing else
         a = own + TILES_SPACE + one if few else shared + threads * one
         a += -a % LINE
-        stride = padded(inner) // DEEP * GROUP_STEP if split else one if plain else inner * BYTE + LINE
+        stride = one if plain else inner * BYTE + LINE
+        if split:
+            stride = padded(inner) // DEEP * GROUP_STEP
         scales = a + rows * stride
         for row in range(begin, end):
             here = x + row * x_stride
@@ -1398,7 +1455,9 @@ def some_linear(
                 place = a + row * stride if plain else normed
                 _norm_row(here, inner, norm, eps, place)
                 here = place
-            if split:
+            if split and rows == 1:
+                _widen_row(here, inner, a)
+            elif split:
                 _split_row(here, inner, a + row // 16 * stride + row % 16 * LINE)
             elif not plain:
                 _quantize_row(here, inner, a + row * stride, scales + row * 4)
