@@ -266,6 +266,15 @@ def _matrix_assembly(high: bool, integer: bool) -> str:
     return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
 
 
+def _by_height(builder, arguments, assembly, registers: Sequence[str], lost: Sequence[str]) -> None:
+    """Runs the form of a tile in matrix registers, assembly(high), for so many rows, the first of `arguments`."""
+    if HAS_AMX:
+        with builder.if_else(builder.icmp_signed(">", arguments[0], LONG(16))) as forms:
+            for form, high in zip(forms, (True, False), strict=True):
+                with form:
+                    builder.call(_assembled(assembly(high), registers, lost), arguments[1:])
+
+
 def _matrix_tile_of(integer: bool):
     """As a tile of bytes or of pairs of bfloat16, of up to MATRIX_ROWS rows that `_shape` was told; `steps` is a
     multiple of MATRIX_STEPS. If `fresh` c is written and not added to. Of bytes every second step fetches a line, since
@@ -274,13 +283,8 @@ def _matrix_tile_of(integer: bool):
     @intrinsic
     def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap, fresh):
         def generate(context, builder, signature, arguments):
-            if HAS_AMX:
-                more = builder.icmp_signed(">", arguments[0], LONG(16))
-                with builder.if_else(more) as forms:
-                    for form, high in zip(forms, (True, False), strict=True):
-                        with form:
-                            run = _assembled(_matrix_assembly(high, integer), (*REGISTERS, SCRATCH[0]), SCRATCH[1:])
-                            builder.call(run, arguments[1:])
+            assembly = functools.partial(_matrix_assembly, integer=integer)
+            _by_height(builder, arguments, assembly, (*REGISTERS, SCRATCH[0]), SCRATCH[1:])
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 11), generate
@@ -393,12 +397,7 @@ def _split_tile_of(streams: bool):
     @intrinsic
     def tile(context, rows, a, group, w, steps, c, b, slot, ring, fresh):
         def generate(context, builder, signature, arguments):
-            if HAS_AMX:
-                more = builder.icmp_signed(">", arguments[0], LONG(16))
-                with builder.if_else(more) as forms:
-                    for form, high in zip(forms, (True, False), strict=True):
-                        with form:
-                            builder.call(_assembled(_split_assembly(high, streams), REGISTERS, lost), arguments[1:])
+            _by_height(builder, arguments, functools.partial(_split_assembly, streams=streams), REGISTERS, lost)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), generate
