@@ -46,10 +46,10 @@ class Dial:
         layers = [layer for runner in runners for layer in runner.decoder.layers[draft_layers:]]
         linears = [linear for layer in layers for linear in (layer.out, layer.down)]
         parts = {part.data_ptr(): part for linear in linears for part in (linear.packed, linear.bias)}
-        self._parts = list(parts.values())  # what runners hold in common once
+        self._parts = [(part, part.clone()) for part in parts.values()]  # what runners hold in common once
         self.eps = 1.0
 
     def turn(self, eps: float) -> None:
-        for part in self._parts:
-            part.mul_(eps / self.eps)
+        for part, whole in self._parts:
+            torch.mul(whole, eps, out=part)
         self.eps = eps

@@ -1,6 +1,7 @@
 """Steps against the floor: bytes over bandwidth, operations over GEMM peak, both measured in the same run.
 
-Decodes at several batch sizes and prompts at two lengths, in fp32 and int8, all interleaved. Bandwidth and peak drift
+Decodes at several batch sizes and prompts at two lengths, all interleaved: in fp32, in fp32 of weights that stay
+bfloat16 ("bf16", where they do), and in int8. Bandwidth and peak drift
 with what else the machine's memory serves, within seconds by half: so before every batch both bandwidth and one row are
 measured, and what is reported are medians of the ratios to these.
 """
@@ -18,6 +19,7 @@ from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import kernels
 from paceline.engine.profiler import operations
 from paceline.engine.runner import ModelRunner
+from paceline.processor import KEEPS_BF16
 
 BATCHES, CONTEXT = (1, 2, 4, 5, 8, 16, 32), 64
 PROMPTS = (512, 2048)
@@ -84,8 +86,10 @@ class Steps:
 
 
 def run(model: str) -> dict:
-    path = checkpoint(model)
-    kinds = {kind: Steps(path, quantization) for kind, quantization in (("fp32", "none"), ("int8", "int8"))}
+    kinds = {"fp32": Steps(checkpoint(model), "none")}
+    if KEEPS_BF16:
+        kinds["bf16"] = Steps(checkpoint(model, "bf16"), "none")
+    kinds["int8"] = Steps(checkpoint(model), "int8")
     peaks = []
     decodes = {(kind, batch): [] for kind in kinds for batch in BATCHES}
     prompts = {(kind, length): [] for kind in kinds for length in PROMPTS}
@@ -118,7 +122,7 @@ def report(
     layers, head = operations(engine.decoder.config)
     each = engine.cache.token_bytes
     # int8 products where one of float32 was; in matrix registers 16 x 16 x 64 in 16 cycles, in vectors 2 x 16 in one
-    compute = peak if kind == "fp32" else (32 if kernels.HAS_AMX else 4 // kernels.BYTE) * peak
+    compute = peak if kind != "int8" else (32 if kernels.HAS_AMX else 4 // kernels.BYTE) * peak
     out: dict = {"weight_bytes": engine.info.weight_bytes, "decode": {}, "prefill": {}}
 
     def middle(values: np.ndarray, digits: int) -> float:

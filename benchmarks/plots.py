@@ -95,7 +95,7 @@ def _each(case: Callable[[str, dict], list[Panel]]) -> Callable[[dict], list[lis
 
 
 def _floor(name: str, case: dict) -> list[Panel]:
-    kinds = {kind: case[kind] for kind in ("fp32", "int8") if kind in case}
+    kinds = {kind: case[kind] for kind in ("fp32", "bf16", "int8") if kind in case}
 
     def over(what: str, *keys: str) -> Bars:
         """Of each batch or prompt, with a series for each precision, or for each key of it."""

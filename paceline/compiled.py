@@ -25,9 +25,8 @@ from numba.core.typed_passes import NativeLowering
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
-from paceline.processor import ask_for_matrix_registers
+import paceline.processor  # noqa: F401  # asks for matrix registers before anything is compiled
 
-ask_for_matrix_registers()
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -1,10 +1,12 @@
-"""What the operating system has to be asked for before compiled code may use it."""
+"""What compiled code may use of the processor, some of which the operating system has to be asked for before."""
 
 import ctypes
+import platform
 import sys
 
 from numba import config
 from numba.core.codegen import get_host_cpu_features
+from numba.core.registry import cpu_target
 
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 
@@ -22,3 +24,21 @@ def ask_for_matrix_registers() -> None:
 
 def _granted() -> bool:
     return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILE_DATA) == 0)
+
+
+ask_for_matrix_registers()
+# what is compiled for: this processor, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise
+_, PROCESSOR, _features = cpu_target.target_context.codegen().magic_tuple()
+FEATURES = set(_features.split(","))
+X86_64 = platform.machine() in ("x86_64", "AMD64")
+HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
+HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
+HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
+# products of pairs of bfloat16, in the steps of single floats, and bytes that are looked up in a table of 128
+HAS_BF16 = HAS_AVX512 and {"+avx512bf16", "+avx512vbmi"} <= FEATURES
+# products of 16 rows and 16 columns of either in one instruction
+HAS_AMX = HAS_VNNI and HAS_BF16 and {"+amx-tile", "+amx-int8", "+amx-bf16"} <= FEATURES
+HAS_TILES = X86_64 and (HAS_AVX512 or HAS_AVX2)
+# weights that are bfloat16 in a checkpoint stay it, and are multiplied as the floats they are; nobody has written that
+# for matrix registers
+KEEPS_BF16 = HAS_TILES and not HAS_AMX

@@ -1,8 +1,8 @@
 """OpenVINO GenAI: the continuous batching pipeline, or the single-stream one (SDPA) with `{"pipeline": "llm"}`.
 
-fp32 is computed in float32. int8: 8-bit weights by `optimum-cli export openvino --weight-format int8` (NNCF,
-asymmetric, by output channel); activations are quantized or rounded, and the KV cache is kept, in the precision that
-the runtime takes by itself. Prefix caching is off.
+fp32 is computed in float32, and so is bf16, whose weights it takes as float16. int8: 8-bit weights by `optimum-cli
+export openvino --weight-format int8` (NNCF, asymmetric, by output channel); activations are quantized or rounded, and
+the KV cache is kept, in the precision that the runtime takes by itself. Prefix caching is off.
 """
 
 import subprocess
@@ -18,7 +18,8 @@ from benchmarks.peers.child import THREADS, Tokens, converted, serve
 
 def export(checkpoint: Path, precision: str, out: Path) -> None:
     program = Path(sys.executable).with_name("optimum-cli")
-    what = ["--task", "text-generation-with-past", "--weight-format", precision, "--disable-convert-tokenizer"]
+    what = ["--task", "text-generation-with-past", "--disable-convert-tokenizer"]
+    what += ["--weight-format", "fp16" if precision == "bf16" else precision]
     subprocess.run([program, "export", "openvino", "-m", checkpoint, *what, out], check=True)
 
 
@@ -30,7 +31,7 @@ def sampling(tokens: int) -> genai.GenerationConfig:
 
 
 def properties(precision: str) -> dict:
-    exact = {"INFERENCE_PRECISION_HINT": "f32"} if precision == "fp32" else {}
+    exact = {"INFERENCE_PRECISION_HINT": "f32"} if precision != "int8" else {}
     return {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": THREADS} | exact
 
 

@@ -36,7 +36,7 @@ def load(checkpoint: Path, precision: str, options: dict, cache: Path) -> Ours:
         max_batch_tokens=options["budget"],
         max_batch=BATCH,
         num_blocks=BLOCKS,
-        quantization="none" if precision == "fp32" else precision,
+        quantization="int8" if precision == "int8" else "none",
     )
     return Ours(runner, options["budget"])
 

@@ -2,7 +2,7 @@
 
 int8: weights by output channel, activations by token as they come (W8A8, compressed-tensors); the head stays in
 float32, as it must in that format; all else is float32 too, or bfloat16 on processors with AMX, where its products in
-int8 take nothing wider. Its allocator of choice, tcmalloc, is not on PyPI: it is taken from the system or
+int8 take nothing wider. bf16: all is. Its allocator of choice, tcmalloc, is not on PyPI: it is taken from the system or
 from CACHE/lib.
 """
 
@@ -74,7 +74,8 @@ class VLLM:
         import torch
         import vllm
 
-        dtype = "bfloat16" if precision == "int8" and torch.cpu._is_amx_tile_supported() else "float32"
+        halves = precision == "bf16" or (precision == "int8" and torch.cpu._is_amx_tile_supported())
+        dtype = "bfloat16" if halves else "float32"
         llm = vllm.LLM(
             str(model),
             dtype=dtype,

@@ -14,8 +14,9 @@ from paceline.cli.planning import text_steps, text_times
 from paceline.cli.profile_file import PlanningProfile
 from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
-from paceline.engine.config import PRECISIONS, ModelConfig, precision
+from paceline.engine.config import PRECISIONS, ModelConfig
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
+from paceline.engine.precision import precision
 from paceline.engine.tokenizer import Tokenizer
 from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
@@ -40,15 +41,15 @@ class Model:
     @property
     def precision(self) -> str:
         """Of its weights, one of `config.PRECISIONS`; encoders are in float32 on a GPU, too. Raises ValueError."""
-        return precision(self.device, "float32" if self.encoder else self.dtype, self.quantization)
+        return precision(self.device, "float32" if self.encoder else self.dtype, self.quantization, self.path)
 
     @property
     def draft_precision(self) -> str:
         """Of a draft model. Raises ValueError."""
-        quantization = self.drafting.quantization
-        if quantization is None:
+        if self.drafting.model is None:
             return self.precision
-        return precision(self.device, self.dtype, quantization, "speculation.quantization")
+        quantization = self.drafting.quantized(self.quantization)
+        return precision(self.device, self.dtype, quantization, self.drafting.model, "speculation.quantization")
 
     def check_precision(self) -> None:
         """Raises ValueError for what the device cannot compute in."""

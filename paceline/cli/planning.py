@@ -26,6 +26,7 @@ from paceline.core.request import SLO
 from paceline.engine.config import ModelConfig, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.host import device_bytes
+from paceline.engine.precision import precision
 from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime, interference, of_width
 from paceline.latency.texts import TextTimes
@@ -210,10 +211,11 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: Li
 def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization: str) -> SimulatedModel:
     """With what the first worker holds to draft by, quantized so. `path`: of a target that exits early."""
     shapes, kv_bytes = dict(model.table.shapes), dict[Parallel, int]()
+    held = precision("cpu", "auto", quantization, drafting.model or path)
     for parallel, shape in model.table.shapes.items():
         if config := draft_config(drafting.drafter, path, drafting.early_exit_layers, parallel.devices):
-            shapes[parallel] = _more_in_front(shape, config.weight_bytes(quantization))
-            kv_bytes[parallel] = config.kv_bytes_per_token(quantization)
+            shapes[parallel] = _more_in_front(shape, config.weight_bytes(held))
+            kv_bytes[parallel] = config.kv_bytes_per_token(held)
     shares = {parallel: model.share(parallel) for parallel in shapes} if kv_bytes else model.shares
     return replace(model, table=replace(model.table, shapes=shapes), shares=shares, draft_kv_bytes=kv_bytes)
 

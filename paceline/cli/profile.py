@@ -21,8 +21,8 @@ from paceline.cli.sources import default_name, resolve
 from paceline.core.batch import StepShape
 from paceline.core.drafter_name import FORMS
 from paceline.core.model_spec import ModelSpec
-from paceline.engine.config import precision
 from paceline.engine.encoder_config import is_encoder
+from paceline.engine.precision import precision
 from paceline.latency.profile import Profile
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def profile(
         "context": context, "token-budget": token_budget != MAX_TOKENS, "max-batch": max_batch != MAX_BATCH,
     }  # fmt: skip
     check(device, 1)
-    precision(device, dtype, quantization)
+    precision(device, dtype, quantization, None)
     on_gpu = {"device": device != "cpu", "dtype": dtype != "auto"}
     if source.endswith((".yaml", ".yml")):
         of_steps |= on_gpu
@@ -167,7 +167,7 @@ def _steps(
         steps = bars.add_task(f"profiling {name}", total=None)
         result = measure(
             runner, max_tokens=token_budget, max_batch=max_batch, seconds=seconds,
-            quantization=precision(on, dtype, limits["quantization"]),
+            quantization=precision(on, dtype, limits["quantization"], path),
             progress=lambda done, total: bars.update(steps, completed=done, total=total),
         )  # fmt: skip
     device = profile_cache.Device.here(limits["threads"], on, dtype)

@@ -22,11 +22,13 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     torch: str
     paceline: str
     gpu: str = ""  # where one computes, and in which type
+    dtype: str = "auto"  # of weights, where none does
 
     @staticmethod
     def here(threads: int | None, accelerator: Accelerator = "cpu", dtype: DType = "auto") -> "Device":
         gpu = f"{gpu_name()}, {dtype}" if accelerator == "cuda" else ""
-        return Device(cpu_name(), threads or threads_of(1), version("torch"), __version__, gpu)
+        of_cpu = "auto" if accelerator == "cuda" else dtype
+        return Device(cpu_name(), threads or threads_of(1), version("torch"), __version__, gpu, of_cpu)
 
 
 class ProfileFile(msgspec.Struct, frozen=True):
@@ -42,7 +44,7 @@ def threads_of(devices: int | None) -> int | None:
     return devices and max(1, len(os.sched_getaffinity(0)) // devices)
 
 
-MEASURED = 5  # changes when steps do: small embeddings are held, drafts are one call
+MEASURED = 6  # changes when steps do: drafts are one call, weights stay bfloat16
 
 
 def cpu_name() -> str:

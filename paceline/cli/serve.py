@@ -85,7 +85,7 @@ def serve(
     ] = None,
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
     device: Annotated[Accelerator, typer.Option(help="What computes; cuda: a GPU for each worker.")] = "cpu",
-    dtype: Annotated[DType, typer.Option(help="Of weights; auto: float32 on CPUs, bfloat16 on GPUs.")] = "auto",
+    dtype: Annotated[DType, typer.Option(help="Of weights; auto: bfloat16 on GPUs; as they are on CPUs.")] = "auto",
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run at a time.")] = 256,
     max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that wait; more are answered 503.")] = 1024,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's own.")] = None,

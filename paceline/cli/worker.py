@@ -78,7 +78,6 @@ def loads(group: GroupOptions) -> list[Load]:
 
     def load(index: int, options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
         nonlocal peers
-        from paceline.engine.config import precision
         from paceline.engine.load import load_engine, weight_bytes  # torch takes a second: heartbeats go by then
         from paceline.engine.parallel import Peers, Place
 
@@ -89,10 +88,9 @@ def loads(group: GroupOptions) -> list[Load]:
         for other in group.models[index + 1 :]:
             with suppress(ValueError):  # it will say so itself
                 later += weight_bytes(
-                    Path(other.path), place, quantization=precision(other.device, other.dtype, other.quantization),
+                    Path(other.path), place, device=other.device, dtype=other.dtype, quantization=other.quantization,
                     drafter=other.drafter, early_exit_layers=other.early_exit_layers,
-                    draft_quantization=other.draft_quantization
-                    and precision(other.device, other.dtype, other.draft_quantization),
+                    draft_quantization=other.draft_quantization,
                 )  # fmt: skip
         fields = {name: getattr(options, name) for name in options.__struct_fields__ if name not in ("path", "lends")}
         if index in infos:

@@ -72,8 +72,10 @@ ENCODERS = ("BertForMaskedLM", "BertModel")  # `encoder_config` reads these
 
 QUANTIZATIONS = ("none", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
-# What weights are held in: float32 ("none") or int8 on CPUs, float32 or half of it on GPUs.
-PRECISIONS = (*QUANTIZATIONS, "bfloat16", "float16")
+KEPT_BFLOAT16 = "kept_bfloat16"
+# What weights are held in: on CPUs, which compute in float32, that ("none"), int8, or bfloat16 as in the checkpoint; on
+# GPUs float32 or half of it, in which those compute.
+PRECISIONS = (*QUANTIZATIONS, "bfloat16", "float16", KEPT_BFLOAT16)
 
 ROPE_TYPES = {
     "default": (),
@@ -205,26 +207,9 @@ def draft_config(drafter: DrafterName, target: Path, exit_layers: int | None, de
     return None
 
 
-def precision(device: str, dtype: str, quantization: str, key: str = "quantization") -> str:
-    """Which of PRECISIONS a device is to hold weights in; `dtype` "auto": bfloat16 on GPUs. Raises ModelError, with the
-    `key` that `quantization` has."""
-    if quantization not in QUANTIZATIONS:
-        raise ModelError(f"{key}: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
-    if dtype not in ("auto", *DTYPES):
-        raise ModelError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
-    if device == "cpu":
-        if dtype not in ("auto", "float32"):
-            raise ModelError(f"dtype: CPUs compute in float32, not in {dtype}; valid are auto and float32")
-        return quantization
-    if quantization != "none":
-        raise ModelError(f"{key}: {quantization} is for CPUs; on {device} only none is valid")
-    half = "bfloat16" if device.startswith("cuda") else "float32"
-    return {"auto": half}.get(dtype, dtype).replace("float32", "none")
-
-
 def kv_element(quantization: str) -> int:
     """Bytes of a number of keys and values: half precision where weights and activations are rounded to int8 anyway."""
-    return 4 if quantization == "none" else 2
+    return 4 if quantization in ("none", KEPT_BFLOAT16) else 2
 
 
 def _matrix_bytes(rows: int, columns: int, quantization: str) -> int:

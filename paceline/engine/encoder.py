@@ -19,13 +19,14 @@ from torch.nn import functional as F
 
 from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import machine, pages
-from paceline.engine.config import ModelError, precision
+from paceline.engine.config import ModelError
 from paceline.engine.encoder_config import EncoderConfig
 from paceline.engine.job import in_parts
 from paceline.engine.kv_cache import MemoryPlan, held_bytes
 from paceline.engine.linear import Linear, best_kind, kernels, make_linear
 from paceline.engine.model import Embedding, load_embedding
 from paceline.engine.parallel import Peers, Place, inner_columns, stage_layers, times, vocabulary_of
+from paceline.engine.precision import precision
 from paceline.engine.reader import Progress, Reader, Rows
 from paceline.engine.weights import Checkpoint
 
@@ -254,7 +255,7 @@ class EncoderRunner:
         Blocks take no memory here, they only count tokens: without `num_blocks` as many as `max_batch` texts need.
         """
         machine.require(device)
-        quantization = precision(device, "float32" if dtype == "auto" else dtype, quantization)
+        quantization = precision(device, "float32" if dtype == "auto" else dtype, quantization, None)
         if quantization not in ("none", "int8"):
             raise ModelError(f"dtype: encoders compute in float32, not in {dtype}; valid are auto and float32")
         config = EncoderConfig.load(path)

@@ -17,7 +17,6 @@ file.
 import functools
 import inspect
 import itertools
-import platform
 import threading
 from collections.abc import Sequence
 
@@ -27,7 +26,6 @@ import torch  # before Numba's threads start, so that both use torch's OpenMP li
 from llvmlite import binding, ir
 from numba import carray, njit, prange, types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from paceline.compiled import linked
@@ -35,26 +33,13 @@ from paceline.engine import pages
 from paceline.engine.addresses import floats as _floats
 from paceline.engine.addresses import ints as _ints
 from paceline.engine.addresses import longs as _longs
-from paceline.processor import ask_for_matrix_registers
+from paceline.processor import HAS_AMX, HAS_AVX512, HAS_BF16, HAS_TILES, HAS_VNNI, PROCESSOR, X86_64
 
-if platform.machine() not in ("x86_64", "AMD64"):
+if not X86_64:
     raise ImportError("these kernels are written for x86-64")  # torch's operators take their place
 binding.initialize_native_asmparser()
 numba.config.THREADING_LAYER = "omp"
 STARTED = numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
-
-ask_for_matrix_registers()
-# what is compiled for: this processor, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise
-_, PROCESSOR, _features = cpu_target.target_context.codegen().magic_tuple()
-FEATURES = set(_features.split(","))
-HAS_AVX512 = {"+avx512f", "+avx512bw", "+avx512vl", "+avx512dq"} <= FEATURES
-HAS_AVX2 = {"+avx2", "+fma", "+f16c"} <= FEATURES
-HAS_VNNI = HAS_AVX512 and "+avx512vnni" in FEATURES
-# products of pairs of bfloat16, in the steps of single floats, and bytes that are looked up in a table of 128
-HAS_BF16 = HAS_AVX512 and {"+avx512bf16", "+avx512vbmi"} <= FEATURES
-# products of 16 rows and 16 columns of either in one instruction
-HAS_AMX = HAS_VNNI and HAS_BF16 and {"+amx-tile", "+amx-int8", "+amx-bf16"} <= FEATURES
-HAS_TILES = HAS_AVX512 or HAS_AVX2
 
 VECTOR_BYTES, REGISTER, NUM_REGISTERS = (64, "zmm", 32) if HAS_AVX512 else (32, "ymm", 16)
 ROWS, COLUMNS = 12 if HAS_AVX512 else 6, 32  # of a tile, at most
@@ -96,6 +81,7 @@ SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SPLIT_PANELS if HAS_AMX else 1)
 TILES_SPACE = SUMS_SPACE + ((SPLIT_DEPTH // DEEP + 1) * PANEL_STEP if HAS_AMX else 0)
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
+KEPT_BF16 = 1  # in place of the address of scales: weights are bfloat16
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # everything but ignoring infinities and NaNs, which must come through
 I64, F32, LONG = types.int64, types.float32, ir.IntType(64)
@@ -126,14 +112,17 @@ def _by_hand(*kinds):
 # The tile
 
 
-def _assembly(rows: int, columns: int, integer: bool, bf16: bool) -> str:
+def _assembly(rows: int, columns: int, of: str) -> str:
     """A tile: the sums of a row are in registers side by side, a step's weights behind all sums, then activations."""
+    integer, mixed = of == "bytes", of == "mixed"
     a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
     four, eight, three, place = SCRATCH  # a four and eight rows on, three strides, where a row of sums is in memory
     bases = (a, four, eight)[: (rows + 3) // 4]
     parts = range(columns * 4 // VECTOR_BYTES)  # vectors of a row
     weights = len(parts) * (ALL_COLUMNS if columns == COLUMNS else ROWS)
     spread, pairs = weights + len(parts), integer and BYTE == 2
+    halves = range(2 if pairs or mixed else 1)  # of a line: what of it is multiplied together
+    upper = NUM_REGISTERS - 1 if mixed else NUM_REGISTERS  # keeps the half of a number that is a bfloat16
 
     def register(number: int) -> str:
         return f"%{REGISTER}{number}"
@@ -157,31 +146,41 @@ def _assembly(rows: int, columns: int, integer: bool, bf16: bool) -> str:
                 product = one if part == parts[-1] else register(spread + 1)
                 lines += [f"vpmaddwd {weight}, {one}, {product}", f"vpaddd {product}, {total}, {total}"]
             else:
-                multiply = "vpdpbusd" if integer else "vdpbf16ps" if bf16 else "vfmadd231ps"
+                multiply = "vpdpbusd" if integer else "vdpbf16ps" if of == "pairs" else "vfmadd231ps"
                 first, second = (weight, one) if integer else (one, weight)
                 lines.append(f"{multiply} {first}, {second}, {total}")
         return lines
 
-    lines = [f"leaq ({stride},{stride},2), {three}", f"leaq ({a},{stride},4), {four}"]
+    def load(half: int, part: int, here: str) -> list[str]:
+        """Weights of a half of the line `here`."""
+        register_, offset = register(weights + part), VECTOR_BYTES * part
+        if pairs:
+            return [f"vpmovsxbw {COLUMNS * 2 * half + offset // 2}{here}, {register_}"]
+        if half:
+            return [f"{'vpandd' if HAS_AVX512 else 'vpand'} {offset}{here}, {register(upper)}, {register_}"]
+        return [f"vmovups {offset}{here}, {register_}"] + [f"vpslld $$16, {register_}, {register_}"] * mixed
+
+    lines = [f"movl $$0xFFFF0000, {three}d", f"vmovd {three}d, %xmm{upper}"] if mixed else []
+    lines += [f"vpbroadcastd %xmm{upper}, {register(upper)}"] if mixed else []
+    lines += [f"leaq ({stride},{stride},2), {three}", f"leaq ({a},{stride},4), {four}"]
     lines += [f"leaq ({four},{stride},4), {eight}", *sums("vmovups {}, {}"), "1:"]
     for step, here in enumerate((f"({w})", f"({w},{w_stride})")):
-        for pair in range(2 if pairs else 1):  # of four bytes one after the other: sums of two are 32 bits wide
+        for half in halves:
             for part in parts:
-                offset = COLUMNS * 2 * pair + VECTOR_BYTES // 2 * part if pairs else VECTOR_BYTES * part
-                lines.append(f"{'vpmovsxbw' if pairs else 'vmovups'} {offset}{here}, {register(weights + part)}")
-            if pair == 0:
+                lines += load(half, part, here)
+            if half == 0:
                 lines += [f"{FETCH} {offset}({ahead})" for offset in (0, LINE)] + [f"addq {gap}, {ahead}"]
             for row in range(rows):
                 index = ("", f",{stride}", f",{stride},2", f",{three}")[row % 4]
-                number = 2 * step + pair if pairs else step
+                number = len(halves) * step + half
                 value = f"{4 * number}({bases[row // 4]}{index})"
-                one = register(spread if pairs else spread + row % (NUM_REGISTERS - spread))
+                one = register(spread if pairs else spread + row % (upper - spread))
                 if index or integer or row % 4 or not HAS_AVX512:
                     lines.append(f"{'vpbroadcastd' if integer else 'vbroadcastss'} {value}, {one}")
                 else:
                     one = value + "{{1to16}}"  # fewer instructions, more loads: for some rows
                 lines += products(row, one)
-    on = [f"addq $${16 if pairs else 8}, {base}" for base in bases]
+    on = [f"addq $${8 * len(halves)}, {base}" for base in bases]
     lines += [f"leaq ({w},{w_stride},2), {w}", *on, f"subq $$2, {steps}", "jg 1b"]
     return "\n".join([*lines, *sums("vmovups {1}, {0}")]).replace("{{1to16}}", "{1to16}")
 
@@ -195,13 +194,14 @@ def _assembled(text: str, registers: Sequence[str], lost: Sequence[str]) -> ir.I
     return ir.InlineAsm(ir.FunctionType(ir.LiteralStructType(longs), longs), text, constraint, True)
 
 
-def _tile_of(integer: bool = False, bf16: bool = False):
+def _tile_of(of: str):
     """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
 
-    Addresses and strides in bytes; 1 to ROWS rows, `steps` is even. Floats, or for `integer` 4 numbers of `a` from 1 to
-    255, of BYTE bytes each, and 4 signed bytes of every column of `w` a step, summed in int32: with VNNI a column's
-    four together, else two of every column and then the next two. For `bf16` two bfloat16 of each a step, summed in
-    float32. Every step fetches two lines at `ahead`, which then moves on by `gap`.
+    Addresses and strides in bytes; 1 to ROWS rows, `steps` is even. Of "floats", or of "bytes": 4 numbers of `a` from 1
+    to 255, of BYTE bytes each, and 4 signed bytes of every column of `w` a step, summed in int32: with VNNI a column's
+    four together, else two of every column and then the next two. Of "pairs": two bfloat16 of each a step, summed in
+    float32; of "mixed": two floats of `a` and two bfloat16 of every column of `w`, with the bits of two steps of
+    floats. Every step fetches two lines at `ahead`, which then moves on by `gap`.
     """
     lost = [*SCRATCH, *(f"%{REGISTER}{i}" for i in range(NUM_REGISTERS))]
 
@@ -211,16 +211,16 @@ def _tile_of(integer: bool = False, bf16: bool = False):
             done = builder.append_basic_block("done")
             choice = builder.switch(arguments[0], done)
             # without such registers nobody calls it, and the assembler refuses it
-            for count in range(1, ROWS + 1) if (HAS_BF16 if bf16 else HAS_TILES) else ():
+            for count in range(1, ROWS + 1) if (HAS_BF16 if of == "pairs" else HAS_TILES) else ():
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(LONG(count), block)
                 builder.position_at_end(block)
                 columns = COLUMNS if count <= ALL_COLUMNS else COLUMNS // 2
-                form = _assembled(_assembly(count, columns, integer, bf16), REGISTERS, lost)
+                form = _assembled(_assembly(count, columns, of), REGISTERS, lost)
                 after = builder.call(form, arguments[1:])
                 if columns < COLUMNS:  # then the other half, which goes on with what is fetched
                     others = list(arguments[1:])
-                    others[2] = builder.add(others[2], LONG(columns * (2 if integer else 4)))
+                    others[2] = builder.add(others[2], LONG(columns * (2 if of == "bytes" else 4)))
                     others[5] = builder.add(others[5], LONG(columns * 4))
                     others[7] = builder.extract_value(after, 7)
                     builder.call(form, others)
@@ -233,7 +233,7 @@ def _tile_of(integer: bool = False, bf16: bool = False):
     return tile
 
 
-_float_tile, _byte_tile, _bf16_tile = _tile_of(), _tile_of(integer=True), _tile_of(bf16=True)
+_float_tile, _byte_tile, _bf16_tile, _mixed_tile = (_tile_of(of) for of in ("floats", "bytes", "pairs", "mixed"))
 
 
 def _matrix_assembly(high: bool, integer: bool) -> str:
@@ -492,6 +492,11 @@ def _byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
 @njit(types.void(*[I64] * 10), **OPTIONS)
 def _bf16_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     _bf16_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@njit(types.void(*[I64] * 10), **OPTIONS)
+def _mixed_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    _mixed_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
 
 @njit(types.UniTuple(I64, 2)(types.boolean), inline="always", **OPTIONS)
@@ -1326,8 +1331,8 @@ def _panels(
     """A thread's share of the panels of a product: a [rows, inner], prepared, times w to c [rows, outer]."""
     columns = 16 if kind == GATE else COLUMNS
     panels = (outer + columns - 1) // columns
-    integer = w_scale != 0
-    size, a_size = (1, BYTE) if integer else (4, 4)
+    integer, mixed = w_scale > KEPT_BF16, w_scale == KEPT_BF16
+    a_size, size, each = (BYTE, 1, 4) if integer else (4, 2, 2) if mixed else (4, 4, 1)  # each: numbers of a step
     matrices = integer and HAS_AMX
     most, whole = (MATRIX_DEPTH, 64) if matrices and rows > MATRIX_ROWS else (DEPTH * 4 // size, 8)
     parts = (inner + most - 1) // most
@@ -1338,6 +1343,7 @@ def _panels(
         scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
         for first in range(0, inner, depth):
             deep = min(depth, inner - first)
+            steps = deep // each
             at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
             ahead, gap, part = _fetching(matrices, rows, at, nbytes, at + nbytes)
             row = 0
@@ -1355,12 +1361,14 @@ def _panels(
                 if matrices:
                     shape = _shaped(height, shape)
                     _byte_matrix_rows(
-                        height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap, first == 0
+                        height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap, first == 0
                     )
                 elif integer:
-                    _byte_rows(height, here, a_stride, at, COLUMNS * 4, deep // 4, place, COLUMNS * 4, ahead, gap)
+                    _byte_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
+                elif mixed:
+                    _mixed_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
                 else:
-                    _float_rows(height, here, a_stride, at, COLUMNS * 4, deep, place, COLUMNS * 4, ahead, gap)
+                    _float_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
                 if first + deep == inner:
                     _finish(
                         place, height, width, kind, target, c_stride, bias + p * COLUMNS * 4, integer, excess, scale,
@@ -1437,9 +1445,9 @@ def some_linear(
 ):  # fmt: skip
     """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
     that has them to itself (0 of 1) waits for nobody."""
-    a, stride, scales, split = x, x_stride, x, HAS_AMX and w_scale == 0
-    if norm != 0 or w_scale != 0 or split:
-        few, plain, one = rows <= MATRIX_ROWS if split else rows < ALONE, w_scale == 0 and not split, inner * 4 + LINE
+    a, stride, scales, integer, split = x, x_stride, x, w_scale > KEPT_BF16, HAS_AMX and w_scale == 0
+    if norm != 0 or integer or split:
+        few, plain, one = rows <= MATRIX_ROWS if split else rows < ALONE, not (integer or split), inner * 4 + LINE
         begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
         normed = own + TILES_SPACE if few else shared + t * one  # a row, but where rows need nothing else
         a = own + TILES_SPACE + one if few else shared + threads * one
@@ -1475,10 +1483,11 @@ def linear(
 ):  # fmt: skip
     """x [rows, inner], normed first unless `norm` is 0, times packed w, to c [rows, outer]. For GATE a panel gives 16.
 
-    w: [panels, inner, 32] float32, bias [panels, 32]. Unless `w_scale` is 0, w is [panels, inner / 4, 32, 4] int8, or
-    [panels, inner / 2, 32, 2] without VNNI, and w_scale [panels, 32] multiplies its columns; rows of x become whole
-    numbers, each with its own scale. Behind w_scale lies 128 times the sum of every column, int32 [panels, 32], since
-    those numbers are 128 above the values they stand for.
+    w: [panels, inner, 32] float32, bias [panels, 32]. If `w_scale` is KEPT_BF16, w is [panels, inner / 2, 32, 2]
+    bfloat16. Unless it is that or 0, w is [panels, inner / 4, 32, 4] int8, or [panels, inner / 2, 32, 2] without VNNI,
+    and w_scale [panels, 32] multiplies its columns; rows of x become whole numbers, each with its own scale. Behind
+    w_scale lies 128 times the sum of every column, int32 [panels, 32], since those numbers are 128 above the values
+    they stand for.
     """
     carray(_longs(space), (1,))[0] = 0
     for t in prange(threads):

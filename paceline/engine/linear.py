@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from paceline.engine import machine, pages
 from paceline.engine.compiling import one_process_at_a_time
+from paceline.engine.config import KEPT_BFLOAT16
 
 try:
     with one_process_at_a_time():
@@ -183,28 +184,30 @@ def in_one(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class Weights:
-    """Panels of [in, 32] float32, `kernels.padded(in)` lines apart, or of [in / n, 32, n] int8 with a scale
-    [2, panels * 32] each, of rows in a file; n is `kernels.TOGETHER`.
+    """Panels of [in, 32] float32, `kernels.padded(in)` lines apart, of [in / 2, 32, 2] bfloat16, or of [in / n, 32, n]
+    int8 with a scale [2, panels * 32] each, of rows in a file; n is `kernels.TOGETHER`.
 
     Layers that would hold the same hold one, whichever models they are of; it goes with the last of them.
     """
 
-    def __init__(self, panels: int, inner: int, integer: bool):
-        if integer:
-            shape = (panels, inner // kernels.TOGETHER, kernels.COLUMNS, kernels.TOGETHER)
-            self.packed = pages.zeros(shape, torch.int8)
+    def __init__(self, panels: int, inner: int, held: torch.dtype):
+        self.inner, self.held, self.scale = inner, held, None
+        if held != torch.float32:
+            together = 2 if held == torch.bfloat16 else kernels.TOGETHER
+            self.packed = pages.zeros((panels, inner // together, kernels.COLUMNS, together), held)
         else:
             lines = kernels.padded(inner)
             # a tile may read one step more, to be ready for the next panel
             memory = pages.zeros((panels * lines + kernels.DEEP, kernels.COLUMNS))
             self.packed = memory[: panels * lines].unflatten(0, (panels, lines))[:, :inner]
-        self.scale = torch.empty(2, panels * kernels.COLUMNS) if integer else None
-        self.inner, self.integer = inner, integer
+        if held == torch.int8:
+            self.scale = torch.empty(2, panels * kernels.COLUMNS)
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of the panels and of their scales, 0 without."""
-        return self.packed.data_ptr(), 0 if self.scale is None else self.scale.data_ptr()
+        """Of the panels and of their scales; without, what `kernels.linear` takes for them."""
+        kind = kernels.KEPT_BF16 if self.held == torch.bfloat16 else 0
+        return self.packed.data_ptr(), kind if self.scale is None else self.scale.data_ptr()
 
     def pack(self, rows: Tensor, dtype: torch.dtype) -> None:
         """From rows of `dtype` at the addresses [panels, 32]."""
@@ -217,25 +220,28 @@ class Weights:
         return not differs.item()
 
     def _pass(self, rows: Tensor, dtype: torch.dtype, differs: int) -> None:
+        inner = self.inner
+        if self.held == torch.bfloat16:  # two neighbours of a row lie side by side, as if they were one float32
+            dtype, inner = torch.float32, inner // 2
         kernels.pack(
-            len(rows), rows.data_ptr(), kernels.ELEMENTS[dtype], self.inner, self.integer, *self.addresses, differs,
-            kernels.num_threads(),
+            len(rows), rows.data_ptr(), kernels.ELEMENTS[dtype], inner, self.held == torch.int8, *self.addresses,
+            differs, kernels.num_threads(),
         )  # fmt: skip
 
 
 # By their shape and a sample of their rows: one of those that share it, if there are several.
-_held: WeakValueDictionary[tuple[int, int, bool, int], Weights] = WeakValueDictionary()
+_held: WeakValueDictionary[tuple[int, int, torch.dtype, int], Weights] = WeakValueDictionary()
 
 
-def _packed(rows: Tensor, parts: Sequence[Tensor], integer: bool) -> Weights:
+def _packed(rows: Tensor, parts: Sequence[Tensor], hold: torch.dtype) -> Weights:
     """Those that a layer of this process has already, or new ones. `rows` are the addresses of those of `parts`."""
     panels, inner, dtype = len(rows), parts[0].shape[-1], parts[0].dtype
     ends = [part[(end,) * (part.ndim - 1)] for part in parts for end in (0, -1)]
-    key = panels, inner, integer, hash(torch.cat(ends).float().numpy().tobytes())
+    key = panels, inner, hold, hash(torch.cat(ends).float().numpy().tobytes())
     held = _held.get(key)
     if held is not None and held.hold(rows, dtype):
         return held
-    weights = Weights(panels, inner, integer)
+    weights = Weights(panels, inner, hold)
     weights.pack(rows, dtype)
     _held.setdefault(key, weights)
     return weights
@@ -244,19 +250,20 @@ def _packed(rows: Tensor, parts: Sequence[Tensor], integer: bool) -> Weights:
 class TiledLinear:
     """Our own kernel: W in panels of 32 outputs, [panels, in, 32]; gates and their values alternate by 16."""
 
-    kind, integer, dtype = "tiled", False, torch.float32
+    kind, held, dtype = "tiled", torch.float32, torch.float32
 
     def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, gated: bool):
         self.gated, self.inner = gated, parts[0].shape[-1]
+        assert self.held != torch.bfloat16 or all(part.dtype == self.held for part in parts)
         if {(part.dtype, part.stride(-1)) for part in parts} not in [{(dtype, 1)} for dtype in kernels.ELEMENTS]:
-            parts = [in_one(parts, torch.float32)]
+            parts = [in_one(parts, self.held if self.held.is_floating_point else torch.float32)]
         rows = torch.cat([_row_addresses(part) for part in parts])
         self.outer = len(rows) // 2 if gated else len(rows)
         self.bias = self._panels(torch.zeros(len(rows)) if bias is None else bias)
         zeros = torch.zeros(self.inner)  # a row that fills up the last panel
         rows = self._panels(rows)
         rows[rows == 0] = zeros.data_ptr()
-        self.weights = _packed(rows, parts, self.integer)
+        self.weights = _packed(rows, parts, self.held)
         self.packed, self.scale = self.weights.packed, self.weights.scale
         self.nbytes = self.packed.numel() * self.packed.element_size()
 
@@ -269,7 +276,7 @@ class TiledLinear:
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Of the weights, their scales (0 without) and the bias."""
+        """Of the weights, their scales (as `Weights` has them) and the bias."""
         return *self.weights.addresses, self.bias.data_ptr()
 
     def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
@@ -285,10 +292,16 @@ class TiledLinear:
         return out
 
 
+class TiledBF16Linear(TiledLinear):
+    """With weights that are bfloat16 in the checkpoint and stay it: the same products in half the memory."""
+
+    kind, held = "tiled_bf16", torch.bfloat16
+
+
 class TiledInt8Linear(TiledLinear):
     """`Int8Linear` by our own kernel. The same integers, so the same sums."""
 
-    kind, integer = "tiled_int8", True
+    kind, held = "tiled_int8", torch.int8
 
 
 def _row_addresses(rows: Tensor) -> Tensor:
@@ -302,7 +315,8 @@ def _row_addresses(rows: Tensor) -> Tensor:
 KINDS: dict[str, type[StockLinear] | type[TiledLinear]] = {
     cls.kind: cls
     for cls in (
-        TiledLinear, TiledInt8Linear, OneDNNLinear, MKLLinear, StockLinear, Int8Linear, BFloat16Linear, Float16Linear
+        TiledLinear, TiledBF16Linear, TiledInt8Linear, OneDNNLinear, MKLLinear, StockLinear, Int8Linear, BFloat16Linear,
+        Float16Linear,
     )
 }  # fmt: skip
 
@@ -314,7 +328,7 @@ def best_kind(device: str, quantization: str = "none") -> str:
     if quantization == "int8":
         return "tiled_int8" if kernels is not None and kernels.HAS_TILES else "int8"
     if kernels is not None and kernels.HAS_TILES:
-        return "tiled"
+        return "tiled_bf16" if quantization == KEPT_BFLOAT16 else "tiled"
     order = ("mkl", "onednn") if "GenuineIntel" in _processor() else ("onednn", "mkl")
     available = {"mkl": torch.backends.mkl.is_available(), "onednn": torch.backends.mkldnn.is_available()}
     return next((kind for kind in order if available[kind]), "plain")

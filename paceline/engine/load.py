@@ -8,6 +8,7 @@ from paceline.core.work import Engine
 from paceline.engine.config import ModelConfig, ModelError, draft_config
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.parallel import Place, part_of
+from paceline.engine.precision import precision
 
 
 def load_engine(
@@ -29,15 +30,20 @@ def load_engine(
 
 
 def weight_bytes(
-    path: Path, place: Place, *, quantization: str = "none", drafter: str = "ngram",
-    early_exit_layers: int | None = None, draft_quantization: str | None = None,
+    path: Path, place: Place, *, device: str = "cpu", dtype: str = "auto", quantization: str = "none",
+    drafter: str = "ngram", early_exit_layers: int | None = None, draft_quantization: str | None = None,
 ) -> int:  # fmt: skip
-    """Of what a worker holds: its part, and the first one what it drafts by. Raises ModelError."""
+    """Of what a worker holds, with options of `ModelRunner.load`: its part, and the first one what it drafts by. Raises
+    ModelError."""
+    of_drafts = draft_quantization or quantization
+    quantization = precision(device, dtype, quantization, path)
     if is_encoder(path):
         return EncoderConfig.load(path).weight_bytes(quantization) // place.parallel.devices
     part = part_of(ModelConfig.load(path), place, quantization)
     own = part.weight_bytes(quantization) + (part.config.table_bytes if len(part.embedding) else 0)
-    draft = draft_config(DrafterName.parse(drafter), path, early_exit_layers, place.parallel.devices)
+    drafts = DrafterName.parse(drafter)
+    draft = draft_config(drafts, path, early_exit_layers, place.parallel.devices)
     if draft is None or place.number > 0:
         return own
-    return own + draft.weight_bytes(draft_quantization or quantization) + draft.table_bytes
+    held = precision(device, dtype, of_drafts, Path(drafts.path) if drafts.kind == "model" else path)
+    return own + draft.weight_bytes(held) + draft.table_bytes

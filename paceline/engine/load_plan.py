@@ -9,12 +9,13 @@ import numpy as np
 from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo
 from paceline.engine import attention, experts, gpu
-from paceline.engine.config import ModelConfig, ModelError, kv_element, precision
+from paceline.engine.config import ModelConfig, ModelError, kv_element
 from paceline.engine.drafters import most_kept
 from paceline.engine.kv_cache import MemoryPlan, can_lend, held_bytes, kv_dtype, pool_blocks
 from paceline.engine.linear import best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.parallel import Part, Peers, Place, part_of
+from paceline.engine.precision import precision
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.vocabulary import SharedVocabulary, shared_vocabulary
 from paceline.engine.weights import Checkpoint
@@ -100,10 +101,9 @@ def models(
 ) -> Models:  # fmt: skip
     """What the worker in this place loads, with the options of `ModelRunner.load`; `quantizations` of the target and of
     a draft model; `device` and its `dtype`. Raises ModelError."""
-    quantization = precision(*device, quantizations[0])
-    of_draft = quantizations[1] and precision(*device, quantizations[1], "draft_quantization")
+    quantization = precision(*device, quantizations[0], path)
     drafts = DrafterName.parse(drafter)
-    if of_draft and drafts.kind != "model":
+    if quantizations[1] and drafts.kind != "model":
         raise ModelError("draft_quantization: is only allowed with a draft model")
     judges = drafts.kind != "ngram"
     paths = [path, Path(drafts.path)] if drafts.kind == "model" else [path]
@@ -121,7 +121,8 @@ def models(
         drafts, configs, paths, table = DrafterName("ngram"), configs[:1], paths[:1], None
     drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
     parts, kinds = [part_of(config, place, quantization), *map(part_of, drafters)], [quantization]
-    kinds += [of_draft or quantization] * len(drafters)
+    of_drafts = quantizations[1] or quantizations[0]
+    kinds += [precision(*device, of_drafts, folder, "draft_quantization") for folder in paths[1:]]
     return Models(drafts, kinds, configs, paths, checkpoint, parts, exit_layers, vocabulary, table, judges)
 
 

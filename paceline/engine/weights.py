@@ -1,37 +1,16 @@
-"""Safetensors checkpoints, memory-mapped: one file or shards with an index. Never pickle, never code.
+"""The tensors of a safetensors checkpoint, memory-mapped."""
 
-The format: 8 bytes of header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
-(https://huggingface.co/docs/safetensors). It is read here and not by the library so that every fault names the tensor
-and the file, and so that the pages of a tensor can be given back once it is converted.
-"""
-
-import json
 import mmap
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.engine.config import ModelError, read_json
+from paceline.engine.tensor_files import INDEX, UNREAD, Entry, files_of, header, mapped
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-UNREAD = {"I64": 8}  # bytes of an element: positions 0, 1, 2, ..., which checkpoints of old encoders carry
-INDEX = "model.safetensors.index.json"
-MAX_HEADER = 100 << 20  # bytes; the format's own limit
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Where one tensor lies."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int  # bytes from the start of the file
-    end: int
 
 
 class Checkpoint:
@@ -43,7 +22,7 @@ class Checkpoint:
         self.entries: dict[str, Entry] = {}
         self.maps: dict[Path, mmap.mmap] = {}
         self.used: set[str] = set()
-        for file in _files(self.folder):
+        for file in files_of(self.folder):
             self._open(file)
         self._check_index()
 
@@ -93,14 +72,8 @@ class Checkpoint:
             raise ModelError(f"{file}: tensor {unused[0]}{more} is not part of the model that config.json describes")
 
     def _open(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                # A private writable mapping: torch wants a writable buffer; pages that are only read stay the file's.
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path}: cannot be mapped: {error}") from None
-        self.maps[path] = data
-        for name, entry in _header(path, data).items():
+        data = self.maps[path] = mapped(path)
+        for name, entry in header(path, data).items():
             if name in self.entries:
                 raise ModelError(f"{path}: tensor {name} is also in {self.entries[name].file.name}")
             self.entries[name] = entry
@@ -113,66 +86,3 @@ class Checkpoint:
             entry = self.entries.get(name)
             if entry is None or entry.file.name != file:
                 raise ModelError(f"{self.folder / file}: tensor {name} is not there, though {INDEX} says so")
-
-
-def _files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: no such directory")
-    single = folder / "model.safetensors"
-    if single.exists():
-        return [single]
-    index = folder / INDEX
-    if index.exists():
-        return _shards(index)
-    pickled = sorted(file.name for file in folder.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-    if pickled:
-        raise ModelError(
-            f"{folder}: only {pickled[0]} and no .safetensors: pickled weights can run code and are never loaded; "
-            "convert the checkpoint to safetensors"
-        )
-    raise ModelError(f"{folder}: neither model.safetensors nor {INDEX}")
-
-
-def _shards(index: Path) -> list[Path]:
-    weights = read_json(index).get("weight_map")
-    if not isinstance(weights, dict) or not weights or not all(isinstance(file, str) for file in weights.values()):
-        raise ModelError(f"{index}: weight_map must map tensor names to files")
-    files = sorted(set(weights.values()))
-    for file in files:
-        if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ModelError(f"{index}: weight_map: {file!r} is not the name of a .safetensors file of this directory")
-        if not (index.parent / file).exists():
-            raise ModelError(f"{index.parent / file}: no such file, though {index.name} lists it")
-    return [index.parent / file for file in files]
-
-
-def _header(path: Path, data: mmap.mmap) -> dict[str, Entry]:
-    size = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or size > min(len(data) - 8, MAX_HEADER):
-        raise ModelError(f"{path}: not a safetensors file, or cut off within its header")
-    try:
-        header = json.loads(data[8 : 8 + size])
-    except ValueError as error:
-        raise ModelError(f"{path}: the header is not JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise ModelError(f"{path}: the header is not a JSON object")
-    header.pop("__metadata__", None)
-    return {name: _entry(path, name, fields, 8 + size, len(data)) for name, fields in header.items()}
-
-
-def _entry(path: Path, name: str, fields: Any, start: int, size: int) -> Entry:
-    try:
-        dtype, shape = fields["dtype"], tuple(fields["shape"])
-        begin, end = fields["data_offsets"]
-        valid = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
-    except (TypeError, KeyError, ValueError):
-        valid = False
-    if not valid:
-        raise ModelError(f"{path}: tensor {name} has a malformed header entry")
-    if dtype not in DTYPES and dtype not in UNREAD:
-        raise ModelError(f"{path}: tensor {name} has dtype {dtype}; supported are {', '.join(DTYPES)}")
-    if end - begin != prod(shape) * (UNREAD.get(dtype) or DTYPES[dtype].itemsize):
-        raise ModelError(f"{path}: tensor {name}: {end - begin} bytes for shape {list(shape)} of {dtype}")
-    if start + end > size:
-        raise ModelError(f"{path}: cut off: tensor {name} ends at byte {start + end} of {size}")
-    return Entry(path, dtype, shape, start + begin, start + end)

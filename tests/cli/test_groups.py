@@ -120,7 +120,7 @@ def test_the_first_worker_has_room_for_what_it_drafts_by(tmp_path):
     first = config.first(config.exit_layers(None))
     for other, parallel, beside, quantization in (
         ("builtin:coder-draft", Parallel(), draft, "int8"), ("builtin:coder-draft", two, draft, "int8"),
-        ("early_exit", two, first, "none"),
+        ("early_exit", two, first, alone.precision),
     ):  # fmt: skip
         weights = beside.weight_bytes(quantization) + beside.table_bytes
         known, held = model(other), config.kv_bytes_per_token() / parallel.devices

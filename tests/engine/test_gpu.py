@@ -31,7 +31,6 @@ from paceline.engine import (
     triton_sampler,
 )
 from paceline.engine.attention import SliceSpan
-from paceline.engine.config import ModelError, precision
 from paceline.engine.gpu import PagedCache
 from paceline.engine.gpu_plan import Reads
 from paceline.engine.graphs import Graphs
@@ -502,23 +501,6 @@ def test_memory_is_planned_for_what_a_device_holds(tmp_path: Path) -> None:
     assert held < half.info.weight_bytes < 1.02 * held
     assert half.info.kv_bytes == half.info.num_blocks * half.info.block_size * half.cache.token_bytes
     assert 2 * half.info.kv_bytes == whole.info.kv_bytes
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "quantization", "message"),
-    [
-        ("cpu", "bfloat16", "none", "dtype: CPUs compute in float32, not in bfloat16; valid are auto and float32"),
-        ("cpu", "half", "none", "dtype: 'half' is not one of auto, float32, bfloat16, float16"),
-        (HOST, "auto", "int8", "quantization: int8 is for CPUs; on cpu:0 only none is valid"),
-        ("cuda", "auto", "int4", "quantization: 'int4' is not one of none, int8"),
-    ],
-)
-def test_what_a_device_cannot_compute_in(device, dtype, quantization, message) -> None:
-    with pytest.raises(ModelError) as caught:
-        precision(device, dtype, quantization)
-    assert str(caught.value) == message
-    assert precision("cuda", "auto", "none") == "bfloat16" and precision("cuda", "float32", "none") == "none"
-    assert precision("cpu", "auto", "int8") == "int8" and precision("cuda:1", "float16", "none") == "float16"
 
 
 @pytest.mark.parametrize("counts", [True, False])

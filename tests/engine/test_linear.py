@@ -1,6 +1,7 @@
 """Linear layers of every kind against the plain product, at any number of rows."""
 
 import ctypes
+import itertools
 import os
 import struct
 import subprocess
@@ -17,14 +18,20 @@ from paceline.engine import linear
 from paceline.engine.linear import KINDS, Norm, best_kind, kernels, make_linear, quantize
 
 TILES = kernels is not None and kernels.HAS_TILES
-HALF = [kind for kind in KINDS if "float" in kind]  # on GPUs: test_gpu.py
-FLOAT = [kind for kind in KINDS if "int8" not in kind and kind not in HALF and (TILES or kind != "tiled")]
+FLOAT = [kind for kind in ("tiled", "onednn", "mkl", "plain") if TILES or kind != "tiled"]
+KEPT = ["tiled_bf16"] if TILES and processor.KEEPS_BF16 else []  # of weights that are bfloat16
 INT8 = [kind for kind in KINDS if "int8" in kind and (TILES or kind == "int8")]
 ROWS = (1, 2, 5, 7, 8, 9, 10, 11, 12, 13, 20, 23, 24, 25, 31, 32, 33, 100, 188, 287, 300, 520)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def matrix(kind: str, outer: int, inner: int) -> Tensor:
+    """A random one, of numbers that a layer of this kind can hold as they are."""
+    weight = random(outer, inner) / inner**0.5
+    return weight.bfloat16() if kind == "tiled_bf16" else weight
 
 
 def reference(weight: Tensor, bias: Tensor | None, gated: bool, x: Tensor, norm: Norm | None) -> Tensor:
@@ -38,11 +45,11 @@ def reference(weight: Tensor, bias: Tensor | None, gated: bool, x: Tensor, norm:
     return y.float()
 
 
-@pytest.mark.parametrize("kind", FLOAT)
+@pytest.mark.parametrize("kind", [*FLOAT, *KEPT])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (80, 2056), (1100, 1032), (30, 12)])
 def test_it_is_the_product_at_any_number_of_rows(kind: str, gated: bool, outer: int, inner: int) -> None:
-    weight, bias = random(2 * outer if gated else outer, inner) / inner**0.5, random(2 * outer if gated else outer)
+    weight, bias = matrix(kind, 2 * outer if gated else outer, inner), random(2 * outer if gated else outer)
     norm = Norm(random(inner, seed=2).abs() + 0.5, 1e-6)
     layer, bare = make_linear(kind, weight, bias, gated), make_linear(kind, weight, None, gated)
     for rows in ROWS:
@@ -57,10 +64,10 @@ def test_it_is_the_product_at_any_number_of_rows(kind: str, gated: bool, outer: 
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", FLOAT)
+@pytest.mark.parametrize("kind", [*FLOAT, *KEPT])
 def test_it_loses_no_more_than_sums_of_float32_do(kind: str) -> None:
     """Of 2048 products 0.4e-6 in matrix registers and 0.8e-6 in vectors; without a product of parts 2.4e-6 or more."""
-    weight, x = random(256, 2048), random(64, 2048, seed=1)
+    weight, x = matrix(kind, 256, 2048), random(64, 2048, seed=1)
     exact = x.double() @ weight.double().T
     error = make_linear(kind, weight)(x) - exact
     assert error.square().mean().sqrt() < 1.5e-6 * exact.square().mean().sqrt()
@@ -86,19 +93,33 @@ def test_int8_of_nothing_but_zeros(kind: str) -> None:
     assert make_linear(kind, torch.zeros(32, 16))(random(3, 16)).eq(0).all()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT, *INT8) if "tiled" in kind])
+@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT, *KEPT, *INT8) if "tiled" in kind])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_the_bits_of_a_row_do_not_depend_on_the_batch(kind: str, gated: bool) -> None:
-    layer, x = make_linear(kind, random(128, 4160), None, gated), random(530, 4160, seed=1)
+    layer, x = make_linear(kind, matrix(kind, 128, 4160), None, gated), random(530, 4160, seed=1)
     norm = Norm(random(4160, seed=2), 1e-6)
     whole = layer(x, norm)
     for begin, end in ((0, 1), (3, 5), (8, 16), (1, 18), (505, 530), (0, 512)):
         assert torch.equal(layer(x[begin:end], norm), whole[begin:end])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FLOAT if kind == "tiled"])
+@pytest.mark.skipif(not KEPT, reason="weights become float32")
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (80, 2056), (1100, 1032), (128, 4160)])
+def test_weights_that_stay_bfloat16_give_the_bits_of_those_that_become_float32(
+    gated: bool, outer: int, inner: int
+) -> None:
+    weight = matrix("tiled_bf16", 2 * outer if gated else outer, inner)
+    weight[0, :5] = torch.tensor([1e-39, -0.0, 3e38, float("inf"), float("nan")])
+    kept, floats = (make_linear(kind, weight, random(len(weight)), gated) for kind in ("tiled_bf16", "tiled"))
+    for rows in ROWS:
+        x = random(rows, inner, seed=rows)
+        assert torch.equal(bits(kept(x)), bits(floats(x)))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT, *KEPT) if "tiled" in kind])
 def test_a_row_that_is_not_a_number_stays_its_own_fault(kind: str) -> None:
-    layer, x = make_linear(kind, random(64, 64)), random(20, 64, seed=1)
+    layer, x = make_linear(kind, matrix(kind, 64, 64)), random(20, 64, seed=1)
     clean = layer(x)
     x[3, 5], x[9, 1] = float("nan"), float("inf")
     dirty = layer(x, add_to=torch.zeros(20, 64))
@@ -114,9 +135,10 @@ def test_the_kind_follows_the_processor_and_the_quantization(monkeypatch: pytest
     assert best_kind("cpu") in ("onednn", "mkl", "plain") and best_kind("cpu", "int8") == "int8"
 
 
-@pytest.mark.parametrize("kind", [*FLOAT, *INT8])
+@pytest.mark.parametrize("kind", [*FLOAT, *KEPT, *INT8])
 def test_bytes_that_a_product_reads(kind: str) -> None:
-    assert make_linear(kind, random(32, 16)).nbytes == 32 * 16 * (1 if kind in INT8 else 4)
+    size = 1 if kind in INT8 else 2 if kind == "tiled_bf16" else 4
+    assert make_linear(kind, matrix(kind, 32, 16)).nbytes == 32 * 16 * size
 
 
 def panels_of(weight: Tensor, gated: bool) -> Tensor:
@@ -132,6 +154,8 @@ def packed_by_torch(kind: str, weight: Tensor, gated: bool) -> list[Tensor]:
     panels = panels_of(weight, gated)
     if kind == "tiled":
         return [panels.transpose(1, 2)]
+    if kind == "tiled_bf16":  # pairs of neighbours of a row
+        return [panels.bfloat16().unflatten(2, (-1, 2)).transpose(1, 2)]
     quantized, scale = quantize(panels.flatten(0, 1))
     excess = quantized.sum(dim=1, dtype=torch.int32) * 128
     together = quantized.view(len(panels), 32, -1, kernels.TOGETHER).transpose(1, 2)
@@ -146,8 +170,9 @@ TILED = [kind for kind in (*FLOAT, *INT8) if "tiled" in kind]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("kind", TILED)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*itertools.product(TILED, DTYPES), *((kind, torch.bfloat16) for kind in KEPT)]
+)
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (2, 8), (34, 2056), (700, 136)])
 def test_packing_gives_the_bits_that_torch_does(
@@ -161,12 +186,14 @@ def test_packing_gives_the_bits_that_torch_does(
         assert torch.equal(bits(ours), bits(theirs))
 
 
-@pytest.mark.parametrize("kind", TILED)
+@pytest.mark.parametrize("kind", [*TILED, *KEPT])
 def test_rows_are_packed_from_where_they_lie(kind: str) -> None:
     """Parts of several tensors: some rows, some columns, rows in another order, any dtype."""
     whole = random(96, 200).bfloat16()
     parts = [whole[8:72].unflatten(0, (4, 2, 8)).transpose(1, 2)[..., 16:152], whole[3:20, 64:]]
     for some in (parts, [parts[0], parts[1].half()], [parts[1].t().contiguous().t()]):
+        if kind == "tiled_bf16" and some[-1].dtype != torch.bfloat16:
+            continue
         together = torch.cat([part.flatten(0, -2).float() for part in some])
         layer = make_linear(kind, some)
         for ours, theirs in zip((layer.packed, layer.scale), packed_by_torch(kind, together, False), strict=False):

@@ -18,6 +18,7 @@ from paceline.cli.sources import BUILTIN
 from paceline.core.cluster import KV_SHARE, Parallel
 from paceline.core.request import SamplingParams
 from paceline.engine.config import ModelConfig
+from paceline.engine.precision import precision
 from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
 from tests.engine.test_parallel import alone
@@ -29,7 +30,8 @@ RUNS = [(Parallel(), 3, 18), *(pytest.param(Parallel(2 - n, 1), 5, 60, marks=pyt
 LOADS = ("seconds_count", "seconds_sum", "bytes_total")
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 CODER = ModelConfig.load(BUILTIN / "coder")
-WEIGHTS = CODER.weight_bytes() + CODER.table_bytes
+HELD_IN = precision("cpu", "auto", "none", BUILTIN / "coder")
+WEIGHTS = CODER.weight_bytes(HELD_IN) + CODER.table_bytes
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,7 @@ def test_six_models_where_three_fit_serve_zipf_traffic_with_the_tokens_of_each_a
 ):
     paths, cases = models
     assert len({tuple(text for *_, text in some) for some in cases.values()}) == len(NAMES), "they differ"
-    own = CODER.weight_bytes() / parallel.devices + CODER.table_bytes
+    own = CODER.weight_bytes(HELD_IN) / parallel.devices + CODER.table_bytes
     memory = OVERHEAD + int((HELD + 0.5) * own / (1 - KV_SHARE))
     entries = [f"  - {{name: {name}, source: {path}}}\n" for name, path in paths.items()]
     (tmp_path / "fleet.yaml").write_text(f"models:\n{''.join(entries)}cluster: {{memory: {memory}}}\n")

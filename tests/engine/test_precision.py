@@ -1,0 +1,102 @@
+"""What weights are held in, by device, options and checkpoint."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.core.request import SamplingParams
+from paceline.core.work import NewSequence, SliceWork
+from paceline.engine.config import ModelError
+from paceline.engine.load import weight_bytes
+from paceline.engine.parallel import Place
+from paceline.engine.precision import precision
+from paceline.engine.runner import ModelRunner
+from paceline.processor import KEEPS_BF16
+from tests.engine import checkpoints
+from tests.engine.test_runner import blocks, prompt
+
+ASKED = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5)
+KEPT = "kept_bfloat16" if KEEPS_BF16 else "none"
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("halved")
+    checkpoints.save("qwen2", path, torch.bfloat16)
+    return path
+
+
+def changed(path: Path, to: Path, name: str, dtype: torch.dtype) -> Path:
+    """A copy in which one tensor is of another type."""
+    shutil.copytree(path, to)
+    tensors = load_file(to / "model.safetensors")
+    save_file(tensors | {name: tensors[name].to(dtype)}, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "quantization", "message"),
+    [
+        ("cpu", "bfloat16", "none", "dtype: CPUs compute in float32, not in bfloat16; valid are auto and float32"),
+        ("cpu", "half", "none", "dtype: 'half' is not one of auto, float32, bfloat16, float16"),
+        ("cpu:0", "auto", "int8", "quantization: int8 is for CPUs; on cpu:0 only none is valid"),
+        ("cuda", "auto", "int4", "quantization: 'int4' is not one of none, int8"),
+    ],
+)
+def test_what_a_device_cannot_compute_in(device: str, dtype: str, quantization: str, message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        precision(device, dtype, quantization, None)
+    assert str(caught.value) == message
+
+
+def test_weights_that_are_bfloat16_stay_it(halved: Path, tmp_path: Path) -> None:
+    assert precision("cpu", "auto", "none", halved) == KEPT
+    assert precision("cpu", "float32", "none", halved) == "none" and precision("cpu", "auto", "int8", halved) == "int8"
+    assert precision("cuda", "auto", "none", halved) == "bfloat16"
+    assert precision("cuda", "float32", "none", halved) == "none"
+    assert precision("cuda:1", "float16", "none", halved) == "float16"
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert precision("cpu", "auto", "none", changed(halved, tmp_path / "mixed", name, torch.float32)) == "none"
+    norm = changed(halved, tmp_path / "norm", "model.norm.weight", torch.float32)
+    assert precision("cpu", "auto", "none", norm) == KEPT, "of vectors nobody asks"
+    assert precision("cpu", "auto", "none", tmp_path / "nowhere") == "none", "whoever loads it says what is wrong"
+
+
+@pytest.mark.skipif(not KEEPS_BF16, reason="weights become float32")
+def test_they_give_the_same_logprobs_in_half_the_memory(halved: Path) -> None:
+    """Of prompts and of single tokens."""
+    options = dict(max_batch_tokens=64, max_batch=4, block_size=4, num_blocks=64)
+    kept, floats = ModelRunner.load(halved, **options), ModelRunner.load(halved, dtype="float32", **options)
+    config = kept.decoder.config
+    assert kept.info.weight_bytes == config.weight_bytes("kept_bfloat16") + config.table_bytes
+    assert kept.info.weight_bytes == weight_bytes(halved, Place())
+    assert floats.info.weight_bytes == config.weight_bytes() + config.table_bytes
+    assert floats.info.weight_bytes == weight_bytes(halved, Place(), dtype="float32")
+    assert kept.info.kv_bytes == floats.info.kv_bytes
+    parts = [part for layer in kept.decoder.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert {part.kind for part in (*parts, kept.decoder.head)} == {"tiled_bf16"}
+    found = []
+    for runner in kept, floats:
+        new = [NewSequence(i, prompt(20 + i, i), 20 + i, ASKED) for i in range(3)]
+        works = [SliceWork(i, 0, 20 + i, True, 0, blocks(10 * i, 8)) for i in range(3)]
+        found.append([runner.step(new, works, [])[0]])
+        for step in range(3):
+            works = [SliceWork(i, 20 + i + step, 1, True, 8, []) for i in range(3)]
+            found[-1].append(runner.step([], works, [])[0])
+    assert all(output.logprobs for step in found[0] for output in step)
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not KEEPS_BF16, reason="weights become float32")
+def test_a_draft_model_is_held_as_its_own_checkpoint_is(halved: Path, tmp_path: Path) -> None:
+    options = dict(max_batch_tokens=64, max_batch=4, block_size=4, num_blocks=64)
+    whole = tmp_path / "whole"
+    checkpoints.save("qwen2", whole)
+    for target, draft in ((halved, whole), (whole, halved)):
+        runner = ModelRunner.load(target, drafter=str(draft), **options)
+        kinds = [decoder.head.kind for decoder in (runner.decoder, runner.drafter.model.decoder)]
+        assert kinds == ["tiled_bf16" if path == halved else "tiled" for path in (target, draft)]
+        assert runner.info.weight_bytes == weight_bytes(target, Place(), drafter=str(draft))
