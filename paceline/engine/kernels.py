@@ -79,6 +79,9 @@ LARGEST_BLOCK = BLOCK * 3 // 2 if HAS_AMX else BLOCK
 # bytes of a thread's own: sums of panels, and parts of weights
 SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SPLIT_PANELS if HAS_AMX else 1)
 TILES_SPACE = SUMS_SPACE + ((SPLIT_DEPTH // DEEP + 1) * PANEL_STEP if HAS_AMX else 0)
+# Bytes of a token's heads that are read together, of scores meanwhile, and from what is in use to what is fetched: a
+# core of a Zen 3 in a virtual machine reads 2 KiB here and there with 6 GB/s, 4 with 7, 8 with 9, 32 with 11, as all
+NEIGHBOURS, MOST_SCORES, NEAR = 32768, 1 << 17, 4096 if HAS_AVX512 else 2048
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`
 KEPT_BF16 = 1  # in place of the address of scales: weights are bfloat16
@@ -1583,71 +1586,96 @@ def _score(form, query, keys, count, dims, element, ahead, scores, width):
         row += SCORED[shape][1]
 
 
-@njit(types.void(*[I64] * 15), **OPTIONS)
-def _one_head(
-    query, keys, values, table, head, kv_heads, low, high, size, scores, out, group, dims, element, following
-):  # fmt: skip
-    """One token's query heads of one key-value head over tokens [low, high); adds to out [group, dims].
+@njit(I64(*[I64] * 6), **OPTIONS)
+def _heads_together(rows, kv_heads, group, longest, block, threads):
+    """Key-value heads of a token that a thread attends to together, since what a block has of them is in a row: as many
+    as fill NEIGHBOURS, where their scores stay in the second cache and all threads have at least two such items."""
+    heads, scores = 1, 4 * group * scores_of(longest)
+    while (
+        heads * block < NEIGHBOURS and kv_heads % (2 * heads) == 0 and 2 * heads * scores <= MOST_SCORES
+        and rows * kv_heads >= 4 * heads * threads
+    ):  # fmt: skip
+        heads *= 2
+    return heads
 
-    The processor's own fetching ends with every block. So line by line, as one is read, that of the next block is
-    fetched, and at last of the block at `following` (0: none): many at once would be more than a core can wait for.
+
+@njit(types.void(*[I64] * 16), **OPTIONS)
+def _some_heads(
+    query, keys, values, table, head, heads, kv_heads, low, high, size, scores, out, group, dims, element, following
+):  # fmt: skip
+    """One token's query heads of key-value heads [head, head + heads) over tokens [low, high); adds to out
+    [heads * group, dims].
+
+    The processor's own fetching ends where what is read does not go on. So line by line, as a head's part of a block is
+    read, what comes a little later is fetched, and with the last head's what the first one has in the next block, at
+    last in that at `following` (0: none): many at once would be more than a core can wait for.
     """
     first, last, width = low // size, (high - 1) // size, scores_of(high - low)
     places, block = carray(_longs(table), (last + 1,)), size * dims * element
     for part in (keys, values):
         for b in range(first, last + 1):
             begin, end = max(b * size, low), min((b + 1) * size, high)
-            here = part + (places[b] * kv_heads + head) * block
-            after = following
-            if b < last:
-                after = part + (places[b + 1] * kv_heads + head) * block
-            elif part == keys:
-                after = values + (places[first] * kv_heads + head) * block
-            ahead = after - here if after != 0 else 0
-            here += (begin - b * size) * dims * element
-            g, score = 0, scores + (begin - low) * 4
-            while g < group:
-                form = 0
-                while HEADS[form] > group - g:
-                    form += 1
-                mine, to = score + g * width * 4, g * dims * 4
-                if part == keys:
-                    _score(form, query + to, here, end - begin, dims, element, ahead, mine, width)
-                else:
-                    kept = len(HEADS) * (element == 2)
-                    _mix_some(kept + form, mine, width, here, end - begin, dims, ahead, out + to)
-                ahead, g = 0, g + HEADS[form]
-        for g in range(group if part == keys else 0):
+            for h in range(heads):
+                here = part + (places[b] * kv_heads + head + h) * block
+                after = following
+                if h + 1 < heads:
+                    after = here + min(block, NEAR)
+                elif b < last:
+                    after = part + (places[b + 1] * kv_heads + head) * block
+                elif part == keys:
+                    after = values + (places[first] * kv_heads + head) * block
+                ahead = after - here if after != 0 else 0
+                here += (begin - b * size) * dims * element
+                g, of_head, score = 0, h * group, scores + (begin - low) * 4
+                while g < group:
+                    form = 0
+                    while HEADS[form] > group - g:
+                        form += 1
+                    mine, to = score + (of_head + g) * width * 4, (of_head + g) * dims * 4
+                    if part == keys:
+                        _score(form, query + to, here, end - begin, dims, element, ahead, mine, width)
+                    else:
+                        kept = len(HEADS) * (element == 2)
+                        _mix_some(kept + form, mine, width, here, end - begin, dims, ahead, out + to)
+                    ahead, g = 0, g + HEADS[form]
+        for g in range(heads * group if part == keys else 0):
             _weigh(scores + g * width * 4, high - low)
 
 
 @linked
-@njit(types.void(*[I64] * 12, F32, *[I64] * 9), **OPTIONS)
+@njit(types.void(*[I64] * 13, F32, *[I64] * 8), **OPTIONS)
 def _some_rows(
-    t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads, size, dims,
-    element, out, out_stride, query, scores,
+    t, threads, heads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads,
+    size, dims, element, out, out_stride, own,
 ):  # fmt: skip
-    """A thread's share of `attend_rows`; `query` and `scores` are its own: group * dims, group * scores_of(longest)."""
+    """A thread's share of `attend_rows`, so many key-value heads at a time; `own` is for `_row_floats`."""
     row_of = carray(_longs(index), (rows,))
     begin, end = carray(_longs(low), (rows,)), carray(_longs(high), (rows,))
-    own = carray(_floats(query), (group * dims,))
-    for item in range(t, rows * kv_heads, threads):
-        head = item // rows  # by heads: what rows of a verification read is then still in the caches
-        row = (item + head) % rows  # not the same ones for a thread every time: some read much more than others
-        source = carray(_floats(queries + row_of[row] * stride + head * group * dims * 4), (group * dims,))
-        target = out + row_of[row] * out_stride + head * group * dims * 4
-        for i in range(group * dims):
-            own[i] = source[i] * scale
-        carray(_floats(target), (group * dims,))[:] = np.float32(0.0)
+    numbers = heads * group * dims
+    query, parts = carray(_floats(own), (numbers,)), kv_heads // heads
+    for item in range(t, rows * parts, threads):
+        part = item // rows  # by heads: what rows of a verification read is then still in the caches
+        row = (item + part) % rows  # not the same ones for a thread every time: some read much more than others
+        source = carray(_floats(queries + row_of[row] * stride + part * numbers * 4), (numbers,))
+        target = out + row_of[row] * out_stride + part * numbers * 4
+        for i in range(numbers):
+            query[i] = source[i] * scale
+        carray(_floats(target), (numbers,))[:] = np.float32(0.0)
         later = item + threads
         then, following = (later % rows + later // rows) % rows, 0
-        if later < rows * kv_heads:
+        if later < rows * parts:
             place = carray(_longs(table + then * width * 8), (width,))[begin[then] // size]
-            following = keys + (place * kv_heads + later // rows) * size * dims * element
-        _one_head(
-            query, keys, values, table + row * width * 8, head, kv_heads, begin[row], end[row], size, scores, target,
-            group, dims, element, following,
+            following = keys + (place * kv_heads + later // rows * heads) * size * dims * element
+        _some_heads(
+            own, keys, values, table + row * width * 8, part * heads, heads, kv_heads, begin[row], end[row], size,
+            own + numbers * 4, target, group, dims, element, following,
         )  # fmt: skip
+
+
+@njit(I64(*[I64] * 4), inline="always", **OPTIONS)
+def _row_floats(heads, group, dims, longest):
+    """Of a thread that attends to tokens one by one: queries, and scores of the longest."""
+    return heads * group * (dims + scores_of(longest))
 
 
 @njit(parallel=True, **OPTIONS)  # compiled when first called: `decoder_layers` does without
@@ -1661,11 +1689,12 @@ def attend_rows(
     and gathering would write and read every key once more. Threads take items in turn: rows should come longest first.
     """
     longest = (carray(_longs(high), (rows,)) - carray(_longs(low), (rows,))).max()
+    heads = _heads_together(rows, kv_heads, group, longest, size * dims * element, threads)
     for t in prange(threads):
-        own = np.empty(group * (dims + scores_of(longest)), np.float32)
+        own = np.empty(_row_floats(heads, group, dims, longest), np.float32)
         _some_rows(
-            t, threads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads,
-            size, dims, element, out, kv_heads * group * dims * 4, own.ctypes.data, own.ctypes.data + group * dims * 4,
+            t, threads, heads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group,
+            kv_heads, size, dims, element, out, kv_heads * group * dims * 4, own.ctypes.data,
         )  # fmt: skip
 
 
@@ -1940,7 +1969,9 @@ def some_layers(
     x, heads, mixed, inside = buffers[X], buffers[HEADS], buffers[MIXED], buffers[INSIDE]
     gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
     longest = max(plans[:, ROW_LONGEST].max(), last_plans[:, ROW_LONGEST].max())
-    mine = np.empty(group * (dims + scores_of(longest)), np.float32)
+    count = max(plans[:, ROW_COUNT].max(), last_plans[:, ROW_COUNT].max())
+    together = _heads_together(count, kv_heads, group, longest, size * dims * element, threads)
+    mine = np.empty(_row_floats(together, group, dims, longest), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
     part, parts, low, high, prepared, between = t, threads, 0, rows, shared, inside
@@ -1966,9 +1997,9 @@ def some_layers(
         turn = wait(gate, turn, threads)
         if plan[ROW_COUNT]:
             _some_rows(
-                t, threads, heads, width * 4, keys, values, plan[ROW_INDEX], plan[ROW_TABLE], plan[ROW_WIDTH],
-                plan[ROW_LOW], plan[ROW_HIGH], plan[ROW_COUNT], scale, group, kv_heads, size, dims, element, mixed,
-                mixed_stride, mine.ctypes.data, mine.ctypes.data + group * dims * 4,
+                t, threads, together, heads, width * 4, keys, values, plan[ROW_INDEX], plan[ROW_TABLE],
+                plan[ROW_WIDTH], plan[ROW_LOW], plan[ROW_HIGH], plan[ROW_COUNT], scale, group, kv_heads, size, dims,
+                element, mixed, mixed_stride, mine.ctypes.data,
             )  # fmt: skip
         for number in range(some_chunks.shape[0]):
             chunk = some_chunks[number]

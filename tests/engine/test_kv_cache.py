@@ -103,7 +103,7 @@ def test_attention_of_a_mixed_step(
 @DTYPES
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("dims", [24, 64, 80])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (4, 1), (7, 1), (9, 1)])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (16, 8), (8, 8), (3, 1), (4, 1), (7, 1), (9, 1)])
 def test_attention_of_single_tokens(
     heads: tuple[int, int], dims: int, window: int | None, dtype: torch.dtype
 ) -> None:
