@@ -129,7 +129,7 @@ def _peers(name: str, case: dict) -> list[Panel]:
                     if isinstance(one, dict) and "ours_is_better_by" in one:
                         key = row if measure == "tokens_s" else measure.removesuffix("_s").replace("_", " ")
                         ratios.setdefault(key.replace("prefill", "prompt"), {})[engine] = one["ours_is_better_by"]
-        goals = {"": 1.0, "decode 8": 1.3, "decode 32": 1.3} if precision == "fp32" else {"": 1.5}
+        goals = {"": 1.5} if precision == "int8" else {"": 1.0, "decode 8": 1.3, "decode 32": 1.3}
         goals |= {"p99 tbt": 3.0}
         title = f"{name}, {precision} ({ran['machine']['cpu'].split(' @')[0]})"
         shown = tuple((row, value) for row, value in goals.items() if not row or row in ratios)
