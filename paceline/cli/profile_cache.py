@@ -11,6 +11,7 @@ import msgspec
 
 from paceline import __version__
 from paceline.cli.accelerators import Accelerator, DType, gpu_name
+from paceline.engine.precision import precision
 from paceline.latency.profile import Percentiles, Profile
 
 
@@ -57,7 +58,8 @@ def cpu_name() -> str:
 def cache_file(model: Path, quantization: str, device: Device) -> Path:
     """Where the profile of the checkpoint directory `model` is kept, whether or not there is one."""
     config = (model / "config.json").read_bytes()
-    key = hashlib.sha256(config + msgspec.json.encode([MEASURED, quantization, device])).hexdigest()[:20]
+    held = quantization if device.gpu else precision("cpu", device.dtype, quantization, model)
+    key = hashlib.sha256(config + msgspec.json.encode([MEASURED, held, device])).hexdigest()[:20]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "paceline" / "profiles" / f"{key}.json"
 

@@ -35,15 +35,15 @@ def weight_bytes(
 ) -> int:  # fmt: skip
     """Of what a worker holds, with options of `ModelRunner.load`: its part, and the first one what it drafts by. Raises
     ModelError."""
-    of_drafts = draft_quantization or quantization
-    quantization = precision(device, dtype, quantization, path)
     if is_encoder(path):
         return EncoderConfig.load(path).weight_bytes(quantization) // place.parallel.devices
-    part = part_of(ModelConfig.load(path), place, quantization)
-    own = part.weight_bytes(quantization) + (part.config.table_bytes if len(part.embedding) else 0)
+    held = precision(device, dtype, quantization, path)
+    part = part_of(ModelConfig.load(path), place, held)
+    own = part.weight_bytes(held) + (part.config.table_bytes if len(part.embedding) else 0)
     drafts = DrafterName.parse(drafter)
     draft = draft_config(drafts, path, early_exit_layers, place.parallel.devices)
     if draft is None or place.number > 0:
         return own
-    held = precision(device, dtype, of_drafts, Path(drafts.path) if drafts.kind == "model" else path)
+    folder = Path(drafts.path) if drafts.kind == "model" else path
+    held = precision(device, dtype, draft_quantization or quantization, folder)
     return own + draft.weight_bytes(held) + draft.table_bytes

@@ -10,6 +10,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from paceline.batching.budget import GoalBudget
 from paceline.cli import fleet_file, profile_cache
@@ -29,6 +30,7 @@ from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
 from paceline.latency.tiles import Cliff
+from paceline.processor import KEEPS_BF16
 from tests.cli.command import paceline
 
 CODER = BUILTIN / "coder"
@@ -156,9 +158,15 @@ def test_the_cache_is_kept_apart_by_all_that_matters(tmp_path):
             (CODER, "none", profile_cache.Device.here(99)),
             (CODER, "none", profile_cache.Device("another", 2, device.torch, device.paceline)),
             (CODER, "none", profile_cache.Device(device.cpu, 2, "1.0", device.paceline)),
+            (CODER, "none", profile_cache.Device.here(2, dtype="float32")),
         )
     }
-    assert len(files) == 6
+    assert len(files) == 7
+    (tmp_path / "config.json").write_bytes((CODER / "config.json").read_bytes())
+    weights = load_file(CODER / "model.safetensors")
+    save_file({name: value.float() for name, value in weights.items()}, tmp_path / "model.safetensors")
+    assert (profile_cache.cache_file(tmp_path, "none", device) in files) == (not KEEPS_BF16), "weights of another type"
+    assert profile_cache.cache_file(tmp_path, "int8", device) in files
 
 
 def cached(profile: Profile = PROFILE) -> None:
