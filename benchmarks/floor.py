@@ -1,9 +1,9 @@
 """Steps against the floor: bytes over bandwidth, operations over GEMM peak, both measured in the same run.
 
 Decodes at several batch sizes and prompts at two lengths, all interleaved: in fp32, in fp32 of weights that stay
-bfloat16 ("bf16", where they do), and in int8. Bandwidth and peak drift
-with what else the machine's memory serves, within seconds by half: so before every batch both bandwidth and one row are
-measured, and what is reported are medians of the ratios to these.
+bfloat16 ("bf16", where they do), and in int8. Bandwidth and peak drift with what else the machine's memory serves,
+within seconds by half: so before every batch both bandwidth and one row are measured, and what is reported are medians
+of the ratios to these.
 """
 
 import time

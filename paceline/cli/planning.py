@@ -211,9 +211,9 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: Li
 def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization: str) -> SimulatedModel:
     """With what the first worker holds to draft by, quantized so. `path`: of a target that exits early."""
     shapes, kv_bytes = dict(model.table.shapes), dict[Parallel, int]()
-    held = precision("cpu", "auto", quantization, drafting.model or path)
     for parallel, shape in model.table.shapes.items():
         if config := draft_config(drafting.drafter, path, drafting.early_exit_layers, parallel.devices):
+            held = precision("cpu", "auto", quantization, drafting.model or path)
             shapes[parallel] = _more_in_front(shape, config.weight_bytes(held))
             kv_bytes[parallel] = config.kv_bytes_per_token(held)
     shares = {parallel: model.share(parallel) for parallel in shapes} if kv_bytes else model.shares

@@ -50,7 +50,7 @@ def profile(
     threads: Annotated[int | None, typer.Option(min=1, help="Default: the machine's cores.")] = None,
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
     device: Annotated[Accelerator, typer.Option(help="What computes.")] = "cpu",
-    dtype: Annotated[DType, typer.Option(help="Of weights; auto: float32 on CPUs, bfloat16 on GPUs.")] = "auto",
+    dtype: Annotated[DType, typer.Option(help="Of weights; auto: bfloat16 on GPUs; as they are on CPUs.")] = "auto",
     tbt_goal: Annotated[float | None, typer.Option(min=0, help="Seconds between tokens to be held.")] = None,
     speculation: Annotated[
         bool, typer.Option("--speculation", help="Measure what each DRAFT is worth, instead of steps.")

@@ -23,7 +23,7 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     torch: str
     paceline: str
     gpu: str = ""  # where one computes, and in which type
-    dtype: str = "auto"  # of weights, where none does
+    dtype: str = "auto"  # of weights, where a CPU computes
 
     @staticmethod
     def here(threads: int | None, accelerator: Accelerator = "cpu", dtype: DType = "auto") -> "Device":

@@ -80,7 +80,8 @@ LARGEST_BLOCK = BLOCK * 3 // 2 if HAS_AMX else BLOCK
 SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SPLIT_PANELS if HAS_AMX else 1)
 TILES_SPACE = SUMS_SPACE + ((SPLIT_DEPTH // DEEP + 1) * PANEL_STEP if HAS_AMX else 0)
 # Bytes of a token's heads that are read together, of scores meanwhile, and from what is in use to what is fetched: a
-# core of a Zen 3 in a virtual machine reads 2 KiB here and there with 6 GB/s, 4 with 7, 8 with 9, 32 with 11, as all
+# core of a Zen 3 in a virtual machine reads 2 KiB here and there with 6 GB/s, 4 with 7, 8 with 9, 32 with 11, which is
+# what it reads everything in order with
 NEIGHBOURS, MOST_SCORES, NEAR = 32768, 1 << 17, 4096 if HAS_AVX512 else 2048
 SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `_finish`

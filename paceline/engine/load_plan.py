@@ -117,12 +117,12 @@ def models(
         configs, paths = configs * 2, paths * 2
     vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
     table = _trigrams(Path(drafts.path), path, config.vocab_size) if drafts.kind == "trigram" else None
-    if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
-        drafts, configs, paths, table = DrafterName("ngram"), configs[:1], paths[:1], None
-    drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
-    parts, kinds = [part_of(config, place, quantization), *map(part_of, drafters)], [quantization]
     of_drafts = quantizations[1] or quantizations[0]
-    kinds += [precision(*device, of_drafts, folder, "draft_quantization") for folder in paths[1:]]
+    held = [precision(*device, of_drafts, folder, "draft_quantization") for folder in paths[1:]]
+    if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
+        drafts, configs, paths, table, held = DrafterName("ngram"), configs[:1], paths[:1], None, []
+    drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
+    parts, kinds = [part_of(config, place, quantization), *map(part_of, drafters)], [quantization, *held]
     return Models(drafts, kinds, configs, paths, checkpoint, parts, exit_layers, vocabulary, table, judges)
 
 

@@ -1,4 +1,4 @@
-"""Which numbers a device holds weights in, and keys and values."""
+"""Which numbers a device holds weights in."""
 
 from pathlib import Path
 

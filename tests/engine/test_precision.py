@@ -7,8 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.core.cluster import Parallel
 from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceWork
+from paceline.engine import load_plan
 from paceline.engine.config import ModelError
 from paceline.engine.load import weight_bytes
 from paceline.engine.parallel import Place
@@ -63,6 +65,14 @@ def test_weights_that_are_bfloat16_stay_it(halved: Path, tmp_path: Path) -> None
     norm = changed(halved, tmp_path / "norm", "model.norm.weight", torch.float32)
     assert precision("cpu", "auto", "none", norm) == KEPT, "of vectors nobody asks"
     assert precision("cpu", "auto", "none", tmp_path / "nowhere") == "none", "whoever loads it says what is wrong"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_every_worker_finds_the_mistake_that_the_first_one_finds(halved: Path, number: int) -> None:
+    with pytest.raises(ModelError, match="draft_quantization: 'int3' is not one of none, int8"):
+        load_plan.models(
+            halved, ("none", "int3"), ("cpu", "auto"), None, str(halved), None, Place(Parallel(2), number)
+        )  # fmt: skip
 
 
 @pytest.mark.skipif(not KEEPS_BF16, reason="weights become float32")
