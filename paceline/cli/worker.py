@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import msgspec
 
 from paceline.cli.accelerators import VISIBLE, gpus
+from paceline.cli.lasting import lasting
 from paceline.core.cluster import Parallel
 from paceline.core.work import Engine, EngineInfo
 from paceline.runtime.worker import Load, serve
@@ -71,6 +72,13 @@ def main(arguments: list[str]) -> None:
     serve(int(arguments[1]), loads(group), group.resident, group.check)
 
 
+@cache
+def _import_engine() -> None:
+    with lasting():
+        import paceline.engine.load
+        import paceline.engine.parallel  # noqa: F401
+
+
 def loads(group: GroupOptions) -> list[Load]:
     """How each of the models is loaded, one after the other: with room left for the weights of those after it, and
     again with as many KV blocks as the first time."""
@@ -78,7 +86,8 @@ def loads(group: GroupOptions) -> list[Load]:
 
     def load(index: int, options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
         nonlocal peers
-        from paceline.engine.load import load_engine, weight_bytes  # torch takes a second: heartbeats go by then
+        _import_engine()  # which takes seconds: heartbeats go by then
+        from paceline.engine.load import load_engine, weight_bytes
         from paceline.engine.parallel import Peers, Place
 
         place = Place(group.parallel, group.number)
