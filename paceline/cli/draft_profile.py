@@ -209,24 +209,34 @@ def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: 
 
 
 def step_seconds(runner: "ModelRunner", widths: Iterable[int], times: int = 5) -> dict[int, float]:
-    """By width: a step of the target over so many last tokens of one sequence, as a verification has them. Widths take
-    turns, and each step comes behind one like it."""
+    """By width: a step of the target that verifies so many tokens but one of one sequence. They come from its prompt,
+    which takes next to no time. Widths take turns, and each step comes behind one like it."""
     from time import perf_counter
 
     from paceline.core.work import NewSequence, SliceWork
+    from paceline.engine.drafters import PromptLookup
 
-    params, taken = SamplingParams(max_draft_tokens=0), {rows: list[float]() for rows in widths}
-    for _ in range(times + 1):
-        for rows, some in taken.items():
-            known = PROMPT_TOKENS + rows
-            tokens, blocks = [3 + i % 50 for i in range(known)], list(range(-(-known // runner.info.block_size)))
-            prompt = SliceWork(-1, 0, PROMPT_TOKENS, False, 0, blocks)
-            runner.step([NewSequence(-1, tokens, known, params)], [prompt], [])
-            for emits in (False, True):
-                begin = perf_counter()
-                runner.step([], [SliceWork(-1, PROMPT_TOKENS, rows, emits, len(blocks), [])], [])
-            some.append(perf_counter() - begin)
-            runner.step([], [], [-1])
+    known, taken = PROMPT_TOKENS + 1, {rows: list[float]() for rows in widths}
+    tokens, pair = [3 + i % 50 for i in range(known)], (-1, -2)
+    kept, runner.drafter = runner.drafter, PromptLookup()
+    try:
+        for _ in range(times + 1):
+            for rows, some in taken.items():
+                blocks = list(range(-(-(PROMPT_TOKENS + rows) // runner.info.block_size)))
+                params = SamplingParams(max_draft_tokens=rows - 1)
+                for name in pair:
+                    prompt = SliceWork(name, 0, PROMPT_TOKENS, False, 0, blocks)
+                    runner.step([NewSequence(name, tokens, known, params)], [prompt], [])
+                for name in pair:
+                    work = SliceWork(name, PROMPT_TOKENS, rows, True, len(blocks), [], rows - 1)
+                    begin = perf_counter()
+                    (output,), *_ = runner.step([], [work], [])
+                    seconds = perf_counter() - begin
+                    assert output.num_draft == rows - 1, output
+                some.append(seconds)
+                runner.step([], [], list(pair))
+    finally:
+        runner.drafter = kept
     return {rows: median(some[1:]) for rows, some in taken.items()}
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.batching.budget import GoalBudget
 from paceline.cli import fleet_file, profile_cache
-from paceline.cli.draft_profile import Counts, DraftResult, advice, draft_costs, predict
+from paceline.cli.draft_profile import Counts, DraftResult, advice, draft_costs, predict, step_seconds
 from paceline.cli.drafting import ASKING, Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.goals import goal_budget
@@ -26,6 +26,7 @@ from paceline.core.batch import StepShape
 from paceline.core.cluster import Group, Parallel, Placement
 from paceline.core.request import COMPUTED, KNOWN, LIMIT, NUM_COLUMNS, SLO
 from paceline.engine.config import QUANTIZATIONS
+from paceline.engine.runner import ModelRunner
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
@@ -304,3 +305,19 @@ def test_the_first_token_of_a_draft_costs_more():
     assert draft_costs(short, long, 2.0) == pytest.approx([0.0, *(0.15 + 0.05 * n for n in range(8))])
     nothing = replace(short, draft_seconds=0.0, lengths=np.zeros(9, np.int64))
     assert draft_costs(nothing, nothing, 2.0) == 9 * [0.0]
+
+
+def test_widths_are_those_of_verifications(monkeypatch):
+    runner = ModelRunner.load(BUILTIN / "coder-draft", max_batch_tokens=256, max_batch=1, num_blocks=32)
+    drafter, spans = runner.drafter, list[tuple[int, bool]]()
+    forward = runner._forward
+
+    def seen(jobs):
+        spans.extend((job.span.length, job.span.drafted) for job in jobs if job.work.emits)
+        return forward(jobs)
+
+    monkeypatch.setattr(runner, "_forward", seen)
+    seconds = step_seconds(runner, (1, 2, 5, 9), times=1)
+    assert list(seconds) == [1, 2, 5, 9] and min(seconds.values()) > 0
+    assert spans == 2 * [one for width in (1, 2, 5, 9) for one in 2 * [(width, width > 1)]]
+    assert runner.drafter is drafter and not runner.sequences
