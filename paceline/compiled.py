@@ -254,13 +254,17 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return decorate
 
 
-def watched(signature: Any) -> Callable[[F], F]:
-    """Has a function that Numba keeps compiled when it is imported, and anew after changes in any of what it is made of
-    (parts that are in its own file are not to be kept)."""
+def watched(signature: Any, *others: Path) -> Callable[[F], F]:
+    """Has a function that Numba keeps compiled when it is imported (without a signature: when it is first called), and
+    anew after changes in any of what it is made of (parts that are in its own file are not to be kept).
+
+    `others`: files of what is no function of Numba's, but writes code that it compiles.
+    """
 
     def decorate(function: F) -> F:
-        function._cache._cache_file._source_stamp = _stamp(*_made_of(function.py_func))
-        return _only(function, signature)
+        files = sorted({*_made_of(function.py_func), *others})
+        function._cache._cache_file._source_stamp = _stamp(*files)
+        return _only(function, signature) if signature else function
 
     return decorate
 

@@ -43,6 +43,31 @@ from paceline.compiled import watched
 def times(x):
     return multiplied(x)
 """
+WRITTEN = """
+from numba import int64
+from numba.extending import intrinsic
+
+@intrinsic
+def multiplied(context, x):
+    def generate(context, builder, signature, arguments):
+        return builder.mul(arguments[0], arguments[0].type({factor}))
+
+    return int64(int64), generate
+"""
+CALLED = """
+from pathlib import Path
+
+import kept_factor
+from numba import int64, njit
+from paceline.compiled import watched
+
+multiplied = kept_factor.multiplied
+
+@watched({signature}, Path(kept_factor.__file__))
+@njit(cache=True)
+def times(x):
+    return multiplied(x)
+"""
 
 
 def test_an_index_that_nobody_can_read_is_thrown_away(tmp_path):
@@ -75,6 +100,18 @@ def test_what_numba_keeps_is_compiled_anew_after_changes_in_another_file(how, tm
     assert again(4) == 8 and again.stats.cache_hits
     with pytest.raises(AssertionError):
         again(-1)
+    assert kept(30)(4) == 120
+
+
+@pytest.mark.parametrize("signature", ["int64(int64)", None])
+def test_so_it_is_after_changes_in_a_file_that_writes_code(signature, tmp_path):
+    def kept(factor: int):
+        module(tmp_path, "kept_factor", WRITTEN.format(factor=factor))
+        return module(tmp_path, "kept", CALLED.format(signature=signature)).times
+
+    assert kept(2)(4) == 8
+    again = kept(2)
+    assert again(4) == 8 and again.stats.cache_hits
     assert kept(30)(4) == 120
 
 

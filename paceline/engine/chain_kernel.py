@@ -5,28 +5,23 @@ from numba import carray, njit, prange, types
 
 from paceline.compiled import linked, watched
 from paceline.engine.addresses import floats, longs
-from paceline.engine.kernels import (
-    BLOCK,
+from paceline.engine.kernels.common import BLOCK, F32, FILES, I64, LONGS_1D, LONGS_2D, STORE
+from paceline.engine.kernels.layers import (
     DIMS,
-    F32,
     HIDDEN,
-    I64,
     KV_HEADS,
-    LONGS_1D,
-    LONGS_2D,
     ROW_COUNT,
     ROW_LONGEST,
     SIZE_,
     SPACE,
-    STORE,
     TURNS,
     WHERE,
     WINDOW,
     X,
     some_layers,
-    some_linear,
-    wait,
 )
+from paceline.engine.kernels.products import some_linear
+from paceline.engine.kernels.threads import wait
 from paceline.engine.sample_kernels import draw_some, some_log_probs
 
 _TABLE, _NUMBERS = types.float32[:, ::1], types.float64[:, ::1]
@@ -63,7 +58,7 @@ def _feed(k, rows, shape, plans, buffers, lines, fed, drawn, tables, table, turn
 
 
 @linked
-@watched(types.void(I64, I64, *TAKEN))
+@watched(types.void(I64, I64, *TAKEN), *FILES)
 @njit(nogil=True, cache=True)
 def _some(
     t, threads, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table, turns,
@@ -99,7 +94,7 @@ def _some(
         turn = wait(gate, turn, threads)
 
 
-@watched(types.void(I64, *TAKEN))
+@watched(types.void(I64, *TAKEN), *FILES)
 @njit(nogil=True, cache=True, parallel=True)
 def run(
     threads, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table, turns,

@@ -2,7 +2,7 @@
 
 A plain product of 8 rows costs several times that of one, though both read the same weights (papers/sarathi.md). The
 packed copy replaces the plain one in memory. Kinds, best first: our own kernels where the processor has AVX-512 or AVX2
-(`kernels.py`); torch's oneDNN and MKL operators, which take weights in a blocked layout; the plain product on a GPU.
+(`kernels`); torch's oneDNN and MKL operators, which take weights in a blocked layout; the plain product on a GPU.
 Which of torch's two is better depends on the processor. Measured with torch 2.13 on two cores of an AMD EPYC (Zen 4),
 weight [16384, 2048], ms: 8 rows plain 37.6, MKL 30.1, oneDNN 8.0; 512 rows 209, 203, 161. On an Intel machine with half
 the weight: 8 rows 11.8, 4.9, 5.5; 512 rows 113, 101, 143. So MKL is taken on Intel, oneDNN elsewhere: a rule and not a

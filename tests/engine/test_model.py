@@ -147,7 +147,7 @@ def run_steps(decoder: Decoder) -> list[torch.Tensor]:
 def share_out(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What threads have of the products of STEPS: "rows" of their own, or "columns" of all."""
     if kernels:
-        monkeypatch.setattr(kernels, "APART", 2 if shared == "rows" else 1000)
+        monkeypatch.setattr("paceline.engine.kernels.threads.APART", 2 if shared == "rows" else 1000)
 
 
 @pytest.mark.parametrize("shared", ["rows", "columns"])

@@ -1,0 +1,269 @@
+"""Tiles in matrix registers (AMX): of int8, of pairs of bfloat16, and of float32 as sums of three bfloat16 each."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from paceline.engine.kernels.common import (
+    COLUMNS,
+    DEEP,
+    GROUP_STEP,
+    I64,
+    LINE,
+    LONG,
+    MATRIX_ROWS,
+    MATRIX_STEPS,
+    PANEL_STEP,
+    PARTS,
+    SPLIT_AHEAD,
+    SPLIT_FETCHES,
+    TILE,
+    by_hand,
+)
+from paceline.engine.kernels.tiles import FETCH, REGISTERS, SCRATCH, assembled
+from paceline.processor import HAS_AMX
+
+
+def _matrix_assembly(high: bool, integer: bool) -> str:
+    """A tile in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
+
+    The first four hold sums, two columns of two rows, the next two activations, the last two weights.
+    """
+    a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
+    fresh, lower_a, lower_c, on = SCRATCH
+    rows = [(a, c), (lower_a, lower_c)] if high else [(a, c)]
+    places = [(i, half, place) for i, (_, place) in enumerate(rows) for half in (0, 1)]
+    sums = [(f"{64 * half}({place},{c_stride})", f"%tmm{2 * i + half}") for i, half, place in places]
+    lines = []
+    for first, by, lower in ((a, stride, lower_a), (c, c_stride, lower_c)):
+        lines += [f"movq {by}, {lower}", f"shlq $$4, {lower}", f"addq {first}, {lower}"]
+    lines += [f"movq {w_stride}, {on}", f"shlq $$4, {on}"]
+    lines += [f"testq {fresh}, {fresh}", "jnz 2f", *(f"tileloadd {place}, {register}" for place, register in sums)]
+    lines += ["jmp 1f", "2:", *(f"tilezero {register}" for _, register in sums), "1:"]
+    for i, (some, _) in enumerate(rows):
+        lines.append(f"tileloadd ({some},{stride}), %tmm{4 + i}")
+        for half in (0, 1):
+            if i == 0:
+                lines.append(f"tileloadd {64 * half}({w},{w_stride}), %tmm{6 + half}")
+            multiply = "tdpbusd" if integer else "tdpbf16ps"
+            lines.append(f"{multiply} %tmm{6 + half}, %tmm{4 + i}, %tmm{2 * i + half}")
+    if integer:
+        lines += [f"{FETCH} ({ahead})", f"leaq ({ahead},{gap},2), {ahead}"] * (MATRIX_STEPS // 2)
+    lines += [*(f"addq $${4 * MATRIX_STEPS}, {some}" for some, _ in rows), f"addq {on}, {w}"]
+    lines += [f"subq $${MATRIX_STEPS}, {steps}", "jg 1b"]
+    return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
+
+
+def _by_height(builder, arguments, assembly, registers: Sequence[str], lost: Sequence[str]) -> None:
+    """Runs the form of a tile in matrix registers, assembly(high), for so many rows, the first of `arguments`."""
+    if HAS_AMX:
+        with builder.if_else(builder.icmp_signed(">", arguments[0], LONG(16))) as forms:
+            for form, high in zip(forms, (True, False), strict=True):
+                with form:
+                    builder.call(assembled(assembly(high), registers, lost), arguments[1:])
+
+
+def _matrix_tile_of(integer: bool):
+    """As a tile of bytes or of pairs of bfloat16, of up to MATRIX_ROWS rows that `set_shape` was told; `steps` is a
+    multiple of MATRIX_STEPS. If `fresh` c is written and not added to. Of bytes every second step fetches a line, since
+    two neighbours come together; of pairs none does."""
+
+    @intrinsic
+    def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap, fresh):
+        def generate(context, builder, signature, arguments):
+            assembly = functools.partial(_matrix_assembly, integer=integer)
+            _by_height(builder, arguments, assembly, (*REGISTERS, SCRATCH[0]), SCRATCH[1:])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 11), generate
+
+    return tile
+
+
+byte_matrix_tile, bf16_matrix_tile = _matrix_tile_of(True), _matrix_tile_of(False)
+
+# Parts of activations and of weights whose products are added up, in an order that loads few of them twice. The other
+# three are at most 2^-21 of a product, of either sign: less than what sums of float32 lose.
+PRODUCTS = (2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)
+KEEP_UPPER = "movl $$0xFFFF0000, %r14d", "vpbroadcastd %r14d, %zmm31"  # of 16 numbers the half that is a bfloat16
+
+
+def _split_weights(w: str, b: str, ahead: int | None) -> list[str]:
+    """The parts of DEEP weights of 32 columns at `w` to `b`; the same lines `ahead` of them are fetched."""
+    whole, lines = "%zmm31", []
+    for first in range(0, DEEP // 2, 2):  # two pairs of each half together; lines are read and fetched in their order
+        units = []
+        for i in range(4):
+            pair, half = first + i // 2, i % 2
+            low, high, low_part, high_part = (f"%zmm{4 * i + j}" for j in range(4))
+            here, target, unit = 256 * pair + 64 * half, TILE * half + 64 * pair, []
+            for part in range(PARTS):
+                last = part == PARTS - 1
+                lower, upper = (low, high) if last else (low_part, high_part)
+                if not last:
+                    unit += [f"vpandd {whole}, {low}, {lower}", f"vpandd {whole}, {high}, {upper}"]
+                    unit += [f"vsubps {lower}, {low}, {low}", f"vsubps {upper}, {high}, {high}"]
+                unit += [f"vpsrld $$16, {lower}, {lower}", f"vpord {lower}, {upper}, {upper}"]
+                unit.append(f"vmovups {upper}, {2 * TILE * part + target}({b})")
+            units.append(unit)
+        for i in range(8):
+            here = 256 * first + 64 * i
+            lines.append(f"vmovups {here}({w}), %zmm{8 * (i // 4) + 4 * (i % 2) + i // 2 % 2}")
+        rest = [line for together in zip(*units, strict=True) for line in together]
+        fetches = [] if ahead is None else [f"{FETCH} {256 * first + 64 * i + ahead}({w})" for i in range(8)]
+        lines += _woven(rest, fetches) if fetches else rest
+    return lines
+
+
+def _split_products(groups: Sequence[str], b: str, line: str) -> list[str]:
+    """Loads and products of a step of one or two groups of 16 rows; their sums are in the first registers."""
+    held: dict[str, str] = {}
+    lines = []
+
+    def load(place: str, register: str) -> None:
+        if held.get(register) != place:
+            held[register] = place
+            lines.append(f"tileloadd {place}, {register}")
+
+    for part, other in PRODUCTS:
+        if len(groups) > 1:
+            activations, weights = ("%tmm4", "%tmm5"), ("%tmm6", "%tmm7")
+        else:  # there is room for parts that are needed again
+            activations, weights = (f"%tmm{4 + part % 2}",), ("%tmm2", "%tmm3") if other else ("%tmm6", "%tmm7")
+        for group, register in zip(groups, activations, strict=True):
+            load(f"{TILE * part}({group},{line})", register)
+        for half, register in enumerate(weights):
+            load(f"{TILE * (2 * other + half)}({b},{line})", register)
+        for i, one in enumerate(activations):
+            lines += [f"tdpbf16ps {weight}, {one}, %tmm{2 * i + half}" for half, weight in enumerate(weights)]
+    return lines
+
+
+def _woven(lines: list[str], others: list[str]) -> list[str]:
+    """`others` in equal distances among lines."""
+    bounds = [len(lines) * i // len(others) for i in range(len(others) + 1)]
+    parts = (lines[begin:end] for begin, end in itertools.pairwise(bounds))
+    return [line for other, part in zip(others, parts, strict=True) for line in (other, *part)]
+
+
+def _split_assembly(high: bool, streams: bool) -> str:
+    """A tile of float32 in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
+
+    A float32 is the sum of three bfloat16 of 8 bits each. Of activations they are made before, rounded; of weights,
+    cut, here, if this tile `streams` them: while a step's products are made, the parts of the next one.
+    """
+    a, group, w, steps, c, b, slot, ring, fresh = REGISTERS
+    lower_a, lower_c, here, after, line = *SCRATCH, "%rbx"
+    groups = [a, lower_a] if high else [a]
+    rows = [(0, c), (2, lower_c)] if high else [(0, c)]
+    sums = [(f"{64 * half}({place},{line},2)", f"%tmm{first + half}") for first, place in rows for half in (0, 1)]
+    lines = [f"leaq ({a},{group}), {lower_a}", f"leaq {16 * 4 * COLUMNS}({c}), {lower_c}", f"movq $${LINE}, {line}"]
+    lines += [f"testq {fresh}, {fresh}", "jnz 2f", *(f"tileloadd {place}, {register}" for place, register in sums)]
+    lines += ["jmp 1f", "2:", *(f"tilezero {register}" for _, register in sums), "1:"]
+    on = [f"addq $${GROUP_STEP}, {some}" for some in groups]
+    if streams:  # to the other one of two slots (ring: -1), or to the next one (1)
+        lines += [*KEEP_UPPER, "3:", f"leaq ({b},{slot}), {here}"]
+        lines += [f"imulq {ring}, {slot}", f"addq $${PANEL_STEP}, {slot}", f"leaq ({b},{slot}), {after}"]
+        lines.append(f"addq $${DEEP * 4 * COLUMNS}, {w}")
+        lines += _woven(_split_weights(w, after, SPLIT_AHEAD), _split_products(groups, here, line))
+    else:  # w: what is fetched, every `slot` bytes
+        fetches = [f"{FETCH} ({w})", f"addq {slot}, {w}"] * SPLIT_FETCHES
+        lines += ["3:", *_woven(fetches, _split_products(groups, b, line)), f"addq $${PANEL_STEP}, {b}"]
+    lines += [*on, f"subq $${DEEP}, {steps}", "jg 3b"]
+    return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
+
+
+def _split_tile_of(streams: bool):
+    """tile(rows, a, group, w, steps, c, b, slot, ring, fresh): c[rows, 32] += a[rows, steps] w[steps, 32] of float32.
+
+    a: the parts of each 16 rows, `group` bytes from one to the next: [steps / DEEP, PARTS, 16, DEEP] bfloat16; b: those
+    of weights, [steps / DEEP, PARTS, 2, 16, 32], or two steps of them in turn. If `fresh` c is written and not added
+    to. A tile that `streams` finds those of its first step at `slot` of b and leaves those of the step behind its last.
+    """
+    lost = [*SCRATCH, "%rbx", *(f"%zmm{i}" for i in range(32))]
+
+    @intrinsic
+    def tile(context, rows, a, group, w, steps, c, b, slot, ring, fresh):
+        def generate(context, builder, signature, arguments):
+            _by_height(builder, arguments, functools.partial(_split_assembly, streams=streams), REGISTERS, lost)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 10), generate
+
+    return tile
+
+
+split_stream_tile, split_tile = _split_tile_of(True), _split_tile_of(False)
+
+
+def _one_row_assembly() -> str:
+    """The same products of one row in vectors, since matrix registers slow a core down, and rounded as there.
+
+    Those sum the products of even numbers of a step and those of odd ones, add both and then that to what was there.
+    """
+    a, w, steps, c = REGISTERS[:4]
+    whole, (upper, middle, rest), totals = "%zmm31", (parts := ("%zmm28", "%zmm29", "%zmm30")), ("%zmm26", "%zmm27")
+    sums = [[f"%zmm{12 * half + i}" for i in range(2 * len(PRODUCTS))] for half in (0, 1)]  # each product's two
+    lines = [*KEEP_UPPER, *(f"vpxord {total}, {total}, {total}" for total in totals), "1:"]
+    lines += [f"vpxord {one}, {one}, {one}" for some in sums for one in some]
+    for number, half in itertools.product(range(DEEP), (0, 1)):
+        here = COLUMNS * 4 * number + LINE * half
+        lines += [f"vmovups {here}({w}), {rest}", f"{FETCH} {here + SPLIT_AHEAD}({w})"]
+        lines += [f"vpandd {whole}, {rest}, {upper}", f"vsubps {upper}, {rest}, {rest}"]
+        lines += [f"vpandd {whole}, {rest}, {middle}", f"vsubps {middle}, {rest}, {rest}"]
+        for (part, other), one in zip(PRODUCTS, sums[half][number % 2 :: 2], strict=True):
+            lines.append(f"vfmadd231ps {4 * (DEEP * part + number)}({a}){{1to16}}, {parts[other]}, {one}")
+    for total, some in zip(totals, sums, strict=True):
+        for even, odd in zip(some[::2], some[1::2], strict=True):
+            lines += [f"vaddps {odd}, {even}, {even}", f"vaddps {even}, {total}, {total}"]
+    lines += [f"addq $${4 * PARTS * DEEP}, {a}", f"addq $${DEEP * COLUMNS * 4}, {w}"]
+    lines += [f"subq $${DEEP}, {steps}", "jg 1b"]
+    return "\n".join([*lines, *(f"vmovups {total}, {LINE * half}({c})" for half, total in enumerate(totals))])
+
+
+@by_hand(*[I64] * 4)
+def one_row(builder, a, w, steps, c):
+    """As a tile that streams, of one row a [steps / DEEP, PARTS, DEEP] float32, to c, which is written."""
+    if HAS_AMX:
+        lost = ["%r14", *(f"%zmm{i}" for i in range(32))]
+        builder.call(assembled(_one_row_assembly(), REGISTERS[:4], lost), [a, w, steps, c])
+
+
+@by_hand(I64, I64)
+def split_first(builder, w, b):
+    """The parts of a panel's first DEEP weights at `w` to `b`, for a tile that streams."""
+    if not HAS_AMX:
+        return
+    lost = ["%r14", *(f"%zmm{i}" for i in range(32))]
+    form = assembled("\n".join([*KEEP_UPPER, *_split_weights("%rdi", "%rsi", None)]), ("%rdi", "%rsi"), lost)
+    builder.call(form, [w, b])
+
+
+def _matrix_shape(rows: int) -> bytes:
+    """What matrix registers hold in a tile of so many rows: palette 1, bytes a row, rows."""
+    upper, lower = min(rows, 16), max(rows - 16, 1)
+    # up to 16 rows leave four to more weights and activations
+    others = (lower, lower, upper, lower) if rows > 16 else (MATRIX_STEPS, MATRIX_STEPS, upper, upper)
+    registers = upper, upper, *others, MATRIX_STEPS, MATRIX_STEPS
+    return bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *registers, *[0] * 8])
+
+
+@by_hand(I64)
+def set_shape(builder, rows):
+    """Makes matrix registers ready for tiles of so many rows, which takes as long as one; 0: gives them back."""
+    if not HAS_AMX:
+        return
+    data = bytearray().join(map(_matrix_shape, range(MATRIX_ROWS + 1)))
+    kind, nothing = ir.ArrayType(ir.IntType(8), len(data)), ir.VoidType()
+    shapes = builder.ptrtoint(cgutils.global_constant(builder, "shapes", ir.Constant(kind, data)), LONG)
+    with builder.if_else(builder.icmp_signed("==", rows, LONG(0))) as (none, some):
+        with none:
+            builder.call(ir.InlineAsm(ir.FunctionType(nothing, []), "tilerelease", "", True), [])
+        with some:
+            load = ir.InlineAsm(ir.FunctionType(nothing, [LONG]), "ldtilecfg ($0)", "r,~{memory}", True)
+            builder.call(load, [builder.add(shapes, builder.shl(rows, LONG(6)))])

@@ -1,0 +1,133 @@
+"""How rows pass a panel of weights: in which tiles, and what is fetched meanwhile."""
+
+import numpy as np
+from numba import carray, types
+
+from paceline.engine.addresses import floats as _floats
+from paceline.engine.kernels.common import (
+    ALL_COLUMNS,
+    BLOCK,
+    COLUMNS,
+    I64,
+    LINE,
+    MATRIX_ROWS,
+    MATRIX_STEPS,
+    ROWS,
+    TALL,
+    kernel,
+)
+from paceline.engine.kernels.matrix_tiles import bf16_matrix_tile, byte_matrix_tile, set_shape
+from paceline.engine.kernels.tiles import bf16_tile, byte_tile, float_tile, mixed_tile
+from paceline.processor import HAS_AMX, HAS_AVX512
+
+AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows; for more
+# than two of them twice as many: a core that computes more looks less far ahead by itself
+
+
+# Each compiled once: what they are used in would hold a copy.
+
+
+@kernel(types.void(*[I64] * 10))
+def float_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    float_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@kernel(types.void(*[I64] * 10))
+def byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    byte_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@kernel(types.void(*[I64] * 10))
+def _bf16_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    bf16_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@kernel(types.void(*[I64] * 10))
+def mixed_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    mixed_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@kernel(types.UniTuple(I64, 2)(types.boolean), inline="always")
+def _tall(matrices):
+    """Rows of a tile, in matrix registers or in vectors: of the only one at most, and of one of several."""
+    return (MATRIX_ROWS, MATRIX_ROWS) if matrices else (ROWS, TALL)
+
+
+@kernel(I64(I64, types.boolean), inline="always")
+def height_of(left, matrices):
+    """Of the next tile, with so many rows left: all are about equal, since a low one takes as long as one of 6, and
+    matrix registers keep their shape."""
+    most, tall = _tall(matrices)
+    return left if left <= most else (left - 1) // ((left + tall - 1) // tall) + 1
+
+
+@kernel(I64(I64, I64), inline="always")
+def shaped(rows, shape):
+    """What matrix registers are ready for from now on, if `shape` is what they were."""
+    if rows != shape:
+        set_shape(rows)
+    return rows
+
+
+@kernel(types.void(*[I64] * 10, types.boolean))
+def byte_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap, fresh):
+    """A tile of bytes in matrix registers; what is left of `steps` is not, and fetches nothing."""
+    whole = steps // MATRIX_STEPS * MATRIX_STEPS
+    if whole:
+        byte_matrix_tile(rows, a, a_stride, w, w_stride, whole, c, c_stride, ahead, gap, fresh)
+    elif fresh:
+        carray(_floats(c), (rows * COLUMNS,))[:] = np.float32(0.0)
+    for row in range(0, rows if whole < steps else 0, ROWS):
+        byte_rows(
+            min(rows - row, ROWS), a + row * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
+            steps - whole, c + row * c_stride, c_stride, w, 0,
+        )  # fmt: skip
+
+
+@kernel(I64(I64), inline="always")
+def block_of(rows):
+    """Of rows that go through linear layers together: equal parts, since few rows cost what many do."""
+    tall = MATRIX_ROWS if HAS_AMX else TALL
+    parts = max((rows + (BLOCK // 2 if HAS_AMX else BLOCK - 1)) // BLOCK, 1)
+    return ((rows + parts - 1) // parts + tall - 1) // tall * tall
+
+
+@kernel(I64(types.boolean, types.boolean, *[I64] * 7, types.boolean))
+def product(matrices, bf16, shape, rows, a, a_stride, w, steps, c, fresh):
+    """c[rows, 32] += a[rows, steps] w[steps, 32] of floats, or of `bf16` two a step, that are in a cache: nothing has
+    to be fetched ahead. If `fresh` c is written and not added to.
+
+    Takes and returns what `set_shape` was told last; what is left of `steps` is not for matrix registers.
+    """
+    line, whole, row = COLUMNS * 4, steps // MATRIX_STEPS * MATRIX_STEPS if matrices else 0, 0
+    if fresh and not matrices:
+        carray(_floats(c), (rows * COLUMNS,))[:] = np.float32(0.0)
+    while row < rows:
+        height = height_of(rows - row, matrices)
+        here, sums = a + row * a_stride, c + row * line
+        if matrices:
+            shape = shaped(height, shape)
+            bf16_matrix_tile(height, here, a_stride, w, line, whole, sums, line, w, 0, fresh)
+        for low in range(0, height if whole < steps else 0, ROWS):
+            some, left, weights = min(height - low, ROWS), here + low * a_stride + whole * 4, w + whole * line
+            if bf16:
+                _bf16_rows(some, left, a_stride, weights, line, steps - whole, sums + low * line, line, w, 0)
+            else:
+                float_rows(some, left, a_stride, weights, line, steps - whole, sums + low * line, line, w, 0)
+        row += height
+    return shape
+
+
+@kernel(types.UniTuple(I64, 3)(types.boolean, *[I64] * 4))
+def fetching(matrices, rows, w, nbytes, following):
+    """`ahead` and `gap` of the first tile of rows that pass weights w, and how far the next one's `ahead` is.
+
+    Those at `following` are needed next: every pass fetches its share. A single pass fetches what it needs itself soon.
+    """
+    halves = 1 if HAS_AVX512 or rows <= ALL_COLUMNS else 2
+    most, tall = _tall(matrices)
+    passes = ((rows + tall - 1) // tall if rows > most else 1) * halves
+    if passes == 1:
+        return w + (AHEAD if rows <= 2 else 2 * AHEAD), 2 * LINE, 0
+    part = nbytes // passes // LINE * LINE
+    return following, part // (nbytes // (2 * LINE)) + 1, part * halves

@@ -1,0 +1,313 @@
+"""Linear layers: rows of activations times packed weights, with what comes before and after."""
+
+import numpy as np
+from numba import carray, prange, types
+
+from paceline.compiled import linked
+from paceline.engine.addresses import floats as _floats
+from paceline.engine.addresses import longs as _longs
+from paceline.engine.kernels import vectors as v
+from paceline.engine.kernels.common import (
+    ADD,
+    ALONE,
+    BYTE,
+    COLUMNS,
+    DEEP,
+    F32,
+    GATE,
+    GROUP_STEP,
+    I64,
+    KEPT_BF16,
+    LARGEST_BLOCK,
+    LINE,
+    LONG,
+    MATRIX_ROWS,
+    PANEL_STEP,
+    SPLIT_DEPTH,
+    SPLIT_FETCHES,
+    SPLIT_PANELS,
+    STORE,
+    SUMS_SPACE,
+    TILES_SPACE,
+    by_hand,
+    kernel,
+)
+from paceline.engine.kernels.inputs import norm_row, quantize_row, split_row, widen_row
+from paceline.engine.kernels.matrix_tiles import one_row, set_shape, split_first, split_stream_tile, split_tile
+from paceline.engine.kernels.passes import (
+    block_of,
+    byte_matrix_rows,
+    byte_rows,
+    fetching,
+    float_rows,
+    height_of,
+    mixed_rows,
+    shaped,
+)
+from paceline.engine.kernels.threads import wait
+from paceline.engine.kernels.vectors import FLOAT, SIDES, VECTOR, WHOLE
+from paceline.processor import HAS_AMX
+
+MATRIX_DEPTH = 512  # weights of a panel that stay in the first cache, with a tile's activations, while all rows pass
+SPLIT_STREAMS = 3  # passes of rows up to which each makes the parts of weights itself: from the first cache it takes
+# 240 ns a step of 32 rows with them; where one leaves them to others it takes 340, and these 210
+DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
+
+
+def _last_of_rows(kind: int, integer: bool):
+    """finish(sums, rows, bias, excess, scales, row_scales, target, stride): sums [rows, 32] become outputs at `target`,
+    rows of which are `stride` bytes apart, by `kind` as in `_finish`.
+
+    Sums of `integer` are int32 and stand for (sums - excess) * scales * row_scales, the last a number a row, the others
+    one a column.
+    """
+
+    @by_hand(*[I64] * 8)
+    def finish(builder, sums, rows, bias, excess, scales, row_scales, target, stride):
+        added = [v.load(builder, bias, side) for side in SIDES]
+        if integer:
+            more = [v.load(builder, excess, side, WHOLE) for side in SIDES]
+            factors = [v.load(builder, scales, side) for side in SIDES]
+
+        def row(i, nothing):
+            here = builder.add(sums, builder.mul(i, LONG(COLUMNS * 4)))
+            there = builder.add(target, builder.mul(i, stride))
+            if integer:
+                every = v.spread(builder, v.load(builder, builder.add(row_scales, builder.shl(i, LONG(2))), 0, FLOAT))
+                counts = [v.load(builder, here, side, WHOLE) for side in SIDES]
+                counts = [builder.sitofp(builder.sub(*both), VECTOR) for both in zip(counts, more, strict=True)]
+                by = [builder.fmul(factor, every) for factor in factors]
+                outputs = [v.fma(builder, *three) for three in zip(counts, by, added, strict=True)]
+            else:
+                sums_of = [v.load(builder, here, side) for side in SIDES]
+                outputs = [builder.fadd(*both) for both in zip(sums_of, added, strict=True)]
+            if kind == GATE:
+                gate = outputs[0]
+                negative = builder.fneg(v.larger(builder, gate, v.all16(-88.0)))
+                over = builder.fadd(v.exp16(builder, negative), v.all16(1.0))
+                outputs = [builder.fdiv(builder.fmul(gate, outputs[1]), over)]
+            for side, output in zip(SIDES, outputs, strict=False):
+                if kind == ADD:
+                    output = builder.fadd(output, v.load(builder, there, side))
+                v.store(builder, output, there, side)
+            return []
+
+        v.loop(builder, rows, [], row)
+
+    return finish
+
+
+_store_floats, _add_floats, _gate_floats = (_last_of_rows(kind, False) for kind in (STORE, ADD, GATE))
+_store_bytes, _add_bytes, _gate_bytes = (_last_of_rows(kind, True) for kind in (STORE, ADD, GATE))
+
+
+@by_hand(I64)
+def _fetch_to_write(builder, address):
+    v.fetch_line(builder, address, 1, 1)
+
+
+@kernel(types.void(*[I64] * 11))
+def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scales, row_scales):
+    """Products sums [rows, 32] of a panel to target [rows, width], with bias and scales.
+
+    STORE: as they are; ADD: added to it; GATE: the panel holds 16 gates and their 16 values, to silu(gate) * value.
+    """
+    whole = width == (16 if kind == GATE else COLUMNS)
+    there, apart = (target, stride) if whole else (sums, COLUMNS * 4)
+    if kind == GATE:
+        if integer:
+            _gate_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
+        else:
+            _gate_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+    elif kind == ADD and whole:
+        if integer:
+            _add_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
+        else:
+            _add_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+    elif integer:
+        _store_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
+    else:
+        _store_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+    for row in range(0 if whole else rows):
+        value = carray(_floats(sums + row * apart), (width,))
+        output = carray(_floats(target + row * stride), (width,))
+        for i in range(width):
+            output[i] = value[i] + (output[i] if kind == ADD else np.float32(0.0))
+
+
+@linked
+@kernel(types.void(*[I64] * 15))
+def _panels(
+    t, threads, a, a_stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, sums
+):
+    """A thread's share of the panels of a product: a [rows, inner], prepared, times w to c [rows, outer]."""
+    columns = 16 if kind == GATE else COLUMNS
+    panels = (outer + columns - 1) // columns
+    integer, mixed = w_scale > KEPT_BF16, w_scale == KEPT_BF16
+    a_size, size, each = (BYTE, 1, 4) if integer else (4, 2, 2) if mixed else (4, 4, 1)  # each: numbers of a step
+    matrices = integer and HAS_AMX
+    most, whole = (MATRIX_DEPTH, 64) if matrices and rows > MATRIX_ROWS else (DEPTH * 4 // size, 8)
+    parts = (inner + most - 1) // most
+    depth = ((inner + parts - 1) // parts + whole - 1) // whole * whole
+    shape = 0
+    for p in range(panels * t // threads, panels * (t + 1) // threads):
+        width = min(columns, outer - p * columns)
+        scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
+        for first in range(0, inner, depth):
+            deep = min(depth, inner - first)
+            steps = deep // each
+            at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
+            ahead, gap, part = fetching(matrices, rows, at, nbytes, at + nbytes)
+            row = 0
+            while row < rows:
+                height = height_of(rows - row, matrices)
+                here, place = a + row * a_stride + first * a_size, sums + row * COLUMNS * 4
+                target = c + row * c_stride + p * columns * 4
+                if first == 0 and not matrices:
+                    carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
+                if first + deep == inner and not matrices:  # whose tiles' loads wait for the same few places
+                    for i in range(height):
+                        _fetch_to_write(target + i * c_stride)
+                        if width > 16:
+                            _fetch_to_write(target + i * c_stride + (width - 1) * 4)
+                if matrices:
+                    shape = shaped(height, shape)
+                    byte_matrix_rows(
+                        height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap, first == 0
+                    )
+                elif integer:
+                    byte_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
+                elif mixed:
+                    mixed_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
+                else:
+                    float_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
+                if first + deep == inner:
+                    _finish(
+                        place, height, width, kind, target, c_stride, bias + p * COLUMNS * 4, integer, excess, scale,
+                        scales + row * 4,
+                    )  # fmt: skip
+                row += height
+                ahead += part
+    if matrices:
+        set_shape(0)
+
+
+@kernel(I64(I64), inline="always")
+def padded(inner):
+    """Numbers of a column of a panel of float32: behind the last one zeros fill up a step of matrix registers."""
+    return (inner + DEEP - 1) // DEEP * DEEP if HAS_AMX else inner
+
+
+@linked
+@kernel(types.void(*[I64] * 13))
+def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_stride, own):
+    """As `_panels`, of float32 in matrix registers; a: the parts of each 16 rows, as `split_row` leaves them.
+
+    Up to MATRIX_ROWS rows pass a thread's panels in one stream, so that parts of weights are made while others are
+    used; so do some more, each MATRIX_ROWS for themselves. One row, of which a has the parts as `widen_row` leaves
+    them, is for vectors. Of many rows the first ones leave the parts of SPLIT_DEPTH of a panel's weights to the others.
+    Where a panel has more of them, sums of some panels are kept meanwhile, since all parts of long rows would not stay
+    in the second cache.
+    """
+    columns, size = 16 if kind == GATE else COLUMNS, COLUMNS * 4
+    panels, passes = (outer + columns - 1) // columns, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
+    begin, end = panels * t // threads, panels * (t + 1) // threads
+    deep, parts, stream = padded(inner), own + SUMS_SPACE, passes <= SPLIT_STREAMS
+    pieces = 1 if passes == 1 else (deep + SPLIT_DEPTH - 1) // SPLIT_DEPTH
+    depth = ((deep + pieces - 1) // pieces + DEEP - 1) // DEEP * DEEP
+    together, gap = SPLIT_PANELS if pieces > 1 else 1, max(DEEP * size // SPLIT_FETCHES // max(passes - 1, 1), 1)
+    shape, slot = 0, 0
+    for low in range(begin, end, together):
+        for first in range(0, deep, depth):
+            steps, fresh, last = min(depth, deep - first), first == 0, first + depth >= deep
+            for p in range(low, min(low + together, end)):
+                at, width = w + (p * deep + first) * size, min(columns, outer - p * columns)
+                fetched = at + deep * size
+                for row in range(0, rows, MATRIX_ROWS):
+                    height, here = min(rows - row, MATRIX_ROWS), a + row // 16 * group + first // DEEP * GROUP_STEP
+                    place = own + ((p - low) * LARGEST_BLOCK + row) * size
+                    if rows > 1:
+                        shape = shaped(height, shape)
+                    if rows == 1:
+                        one_row(a, at, steps, place)
+                    elif stream or row == 0:
+                        if passes > 1 or p == begin:
+                            split_first(at, parts)
+                        ring = -1 if stream else 1
+                        split_stream_tile(height, here, group, at, steps, place, parts, slot, ring, fresh)
+                    else:
+                        split_tile(height, here, group, fetched, steps, place, parts, gap, 0, fresh)
+                        fetched += gap * SPLIT_FETCHES * (steps // DEEP)
+                    if last:
+                        _finish(
+                            place, height, width, kind, c + row * c_stride + p * columns * 4, c_stride, bias + p * size,
+                            0, 0, 0, 0,
+                        )  # fmt: skip
+                if passes == 1 and steps // DEEP % 2:  # the next panel's first step is in the other slot
+                    slot = PANEL_STEP - slot
+    if shape:
+        set_shape(0)
+
+
+@linked
+@kernel(I64(*[I64] * 7, F32, *[I64] * 11))
+def some_linear(
+    t, threads, gate, turn, x, x_stride, norm, eps, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, shared,
+    own,
+):  # fmt: skip
+    """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
+    that has them to itself (0 of 1) waits for nobody."""
+    a, stride, scales, integer, split = x, x_stride, x, w_scale > KEPT_BF16, HAS_AMX and w_scale == 0
+    if norm != 0 or integer or split:
+        few, plain, one = rows <= MATRIX_ROWS if split else rows < ALONE, not (integer or split), inner * 4 + LINE
+        begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
+        normed = own + TILES_SPACE if few else shared + t * one  # a row, but where rows need nothing else
+        a = own + TILES_SPACE + one if few else shared + threads * one
+        a += -a % LINE
+        stride = one if plain else inner * BYTE + LINE
+        if split:
+            stride = padded(inner) // DEEP * GROUP_STEP
+        scales = a + rows * stride
+        for row in range(begin, end):
+            here = x + row * x_stride
+            if norm != 0:
+                place = a + row * stride if plain else normed
+                norm_row(here, inner, norm, eps, place)
+                here = place
+            if split and rows == 1:
+                widen_row(here, inner, a)
+            elif split:
+                split_row(here, inner, a + row // 16 * stride + row % 16 * LINE)
+            elif not plain:
+                quantize_row(here, inner, a + row * stride, scales + row * 4)
+        if not few and threads > 1:
+            turn = wait(gate, turn, threads)
+    if split:
+        _split_panels(t, threads, a, stride, rows, inner, w, bias, outer, kind, c, c_stride, own)
+    else:
+        _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
+    return wait(gate, turn, threads) if threads > 1 else turn
+
+
+@kernel(types.void(*[I64] * 3, F32, *[I64] * 12), parallel=True)
+def linear(
+    x, x_stride, norm, eps, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, space, own_space, threads,
+):  # fmt: skip
+    """x [rows, inner], normed first unless `norm` is 0, times packed w, to c [rows, outer]. For GATE a panel gives 16.
+
+    w: [panels, inner, 32] float32, bias [panels, 32]. If `w_scale` is KEPT_BF16, w is [panels, inner / 2, 32, 2]
+    bfloat16. Unless it is that or 0, w is [panels, inner / 4, 32, 4] int8, or [panels, inner / 2, 32, 2] without VNNI,
+    and w_scale [panels, 32] multiplies its columns; rows of x become whole numbers, each with its own scale. Behind
+    w_scale lies 128 times the sum of every column, int32 [panels, 32], since those numbers are 128 above the values
+    they stand for.
+    """
+    carray(_longs(space), (1,))[0] = 0
+    for t in prange(threads):
+        own = space + 64 + t * own_space
+        shared = space + 64 + threads * own_space
+        turn, block = 0, block_of(rows)
+        for first in range(0, rows, block):
+            turn = some_linear(
+                t, threads, space, turn, x + first * x_stride, x_stride, norm, eps, min(block, rows - first), inner, w,
+                w_scale, bias, outer, kind, c + first * c_stride, c_stride, shared, own,
+            )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Threads that wait for each other, and what they work in.
+
+One parallel region holds many steps, since to start one costs 10 to 50 us.
+"""
+
+import functools
+import threading
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import prange, types
+from numba.extending import intrinsic
+
+from paceline.engine import pages
+from paceline.engine.kernels.common import (
+    ALONE,
+    DEEP,
+    LARGEST_BLOCK,
+    LINE,
+    LONG,
+    LONGS_1D,
+    MATRIX_ROWS,
+    PARTS,
+    STARTED,
+    TILES_SPACE,
+    kernel,
+)
+from paceline.processor import HAS_AMX
+
+APART = 128  # rows of a thread from which it passes these alone through a layer, see `some_layers`
+SPINS = 1024  # looks at a gate before a core is offered to others; a power of 2
+
+
+@intrinsic
+def wait(context, gate, turn, threads):
+    """Returns turn + 1 when all threads have come here; `gate` counts arrivals and starts at 0, as `turn` does.
+
+    A waiting thread keeps its core for some microseconds and then offers it to others: on a busy machine the thread it
+    waits for may need that core.
+    """
+
+    def generate(context, builder, signature, arguments):
+        gate, turn, threads = arguments
+        module = builder.module
+
+        def function(name, kind):
+            return module.globals.get(name) or ir.Function(module, ir.FunctionType(kind, []), name)
+
+        counter = builder.inttoptr(gate, LONG.as_pointer())
+        builder.atomic_rmw("add", counter, LONG(1), "seq_cst")
+        after = builder.add(turn, LONG(1))
+        target = builder.mul(after, threads)
+        entry = builder.block
+        look, spin, offer, end = (builder.append_basic_block(name) for name in ("look", "spin", "offer", "end"))
+        builder.branch(look)
+        builder.position_at_end(look)
+        spins = builder.phi(LONG)
+        here = builder.load_atomic(counter, "acquire", 8)
+        builder.cbranch(builder.icmp_signed(">=", here, target), end, spin)
+        builder.position_at_end(spin)
+        builder.call(function("llvm.x86.sse2.pause", ir.VoidType()), [])
+        more = builder.add(spins, LONG(1))
+        full = builder.icmp_signed("==", builder.and_(more, LONG(SPINS - 1)), LONG(0))
+        builder.cbranch(full, offer, look)
+        builder.position_at_end(offer)
+        builder.call(function("sched_yield", ir.IntType(32)), [])
+        builder.branch(look)
+        spins.add_incoming(LONG(0), entry)
+        spins.add_incoming(more, spin)
+        spins.add_incoming(more, offer)
+        builder.position_at_end(end)
+        return after
+
+    return types.int64(types.int64, types.int64, types.int64), generate
+
+
+@kernel(types.void(LONGS_1D), parallel=True)
+def _who(names):
+    for t in prange(names.shape[0]):
+        names[t] = numba.get_thread_id()
+
+
+_local = threading.local()
+
+
+def workspace(nbytes: int) -> int:
+    """Address of that many bytes, aligned, that belong to the calling thread until its next call."""
+    size = getattr(_local, "size", 0)
+    if size < nbytes:
+        _local.memory, _local.size = pages.zeros((nbytes + LINE,), torch.uint8), nbytes
+    address: int = _local.memory.data_ptr()
+    return address + -address % LINE
+
+
+def apart(rows: int, threads: int) -> bool:
+    """Whether threads pass so many rows through the layers apart: see `some_layers`."""
+    return threads > 1 and rows >= APART * threads
+
+
+def rows_inside(rows: int, threads: int) -> int:
+    """Of what is between the halves of an MLP: those of a block, or of each thread's block."""
+    return threads * LARGEST_BLOCK if apart(rows, threads) else min(rows, LARGEST_BLOCK)
+
+
+def spaces(rows: int, widest: int, threads: int, apart: bool = False) -> tuple[int, int]:
+    """Bytes of work space that `linear` needs in all, and of it each thread's own; `apart`: see `some_layers`."""
+    one = 4 * widest + LINE
+    row = max(one, PARTS * 2 * (widest + DEEP) if HAS_AMX else 0) + 4
+    alone = LARGEST_BLOCK if apart else MATRIX_ROWS if HAS_AMX else ALONE
+    own = TILES_SPACE + -(-(one + LINE + alone * row) // LINE) * LINE
+    return 2 * LINE + threads * (own + one) + -(-min(rows, LARGEST_BLOCK) // 16) * 16 * row, own
+
+
+@functools.cache
+def _together(threads: int) -> int:
+    """`threads` if that many really run at the same time, as those that wait for each other must; else 1."""
+    names = np.zeros(threads, np.int64)
+    _who(names)
+    return threads if len(set(names.tolist())) == threads else 1
+
+
+def num_threads() -> int:
+    """As many as torch uses."""
+    return _together(min(torch.get_num_threads(), STARTED))
