@@ -256,7 +256,8 @@ def entry(*signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 def watched(signature: Any, *others: Path) -> Callable[[F], F]:
     """Has a function that Numba keeps compiled when it is imported (without a signature: when it is first called), and
-    anew after changes in any of what it is made of (parts that are in its own file are not to be kept).
+    anew after changes in any of what it is made of. Parts that are in its own file are not to be kept, unless they are
+    watched as well.
 
     `others`: files of what is no function of Numba's, but writes code that it compiles.
     """
@@ -271,12 +272,20 @@ def watched(signature: Any, *others: Path) -> Callable[[F], F]:
 
 def _only(function: F, signature: Any) -> F:
     """Compiled for this signature, and no other. What is there before that is no garbage: it would be looked through
-    again and again, as Numba makes objects by the million."""
+    again and again, as Numba makes objects by the million. They are garbage soon, and have to go even where somebody
+    wants no garbage to be looked for, or keeps what is made."""
+    collects, kept = gc.isenabled(), gc.get_freeze_count()
     gc.freeze()
+    gc.enable()
     try:
         function.compile(signature)
+        if function.stats.cache_misses:
+            gc.collect()
     finally:
-        gc.unfreeze()
+        if not kept:
+            gc.unfreeze()
+        if not collects:
+            gc.disable()
     function.disable_compile()
     return function
 

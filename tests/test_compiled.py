@@ -1,5 +1,6 @@
 """What was compiled is found again where it is still true, and only there."""
 
+import gc
 import importlib.util
 import pickle
 import sys
@@ -113,6 +114,29 @@ def test_so_it_is_after_changes_in_a_file_that_writes_code(signature, tmp_path):
     again = kept(2)
     assert again(4) == 8 and again.stats.cache_hits
     assert kept(30)(4) == 120
+
+
+def test_the_kernels_are_compiled_anew_after_changes_in_any_file_of_theirs():
+    common = pytest.importorskip("paceline.engine.kernels.common")
+    modules = [module for name, module in sys.modules.items() if name.startswith(f"{common.__package__}.")]
+    found = {one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
+    own = [one for one in found if one.__module__.startswith(f"{common.__package__}.")]
+    stamps = [one._cache._cache_file._source_stamp for one in own]
+    assert len(stamps) > 20
+    for file in common.FILES:
+        assert all((file.stat().st_mtime, file.stat().st_size) in stamp for stamp in stamps), file
+
+
+def test_compiling_leaves_no_garbage_where_nobody_looks_for_it(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        kept = gc.get_freeze_count()
+        imported(tmp_path, 2)
+        assert not gc.isenabled() and (gc.get_freeze_count() > 0) == (kept > 0)
+        assert gc.collect() < 1000
+    finally:
+        gc.enable()
 
 
 def test_a_kind_with_other_fields_is_another():

@@ -102,6 +102,8 @@ def profile_drafts(
             progress=lambda done, total, task=loading: bars.update(task, completed=done, total=total),  # type: ignore[misc]
             **room | limits,
         )
+        if runner.info.undrafted:
+            raise ValueError(f"speculation.drafter: {runner.info.undrafted}")
         measuring = bars.add_task(f"measuring {one.drafter}", total=len(TEMPERATURES) * stages(rounds))
         results += measure(runner, one, prompts(tokens), rounds, lambda task=measuring: bars.advance(task))  # type: ignore[misc]
         runner.release()
@@ -214,11 +216,13 @@ def step_seconds(runner: "ModelRunner", widths: Iterable[int], times: int = 5) -
     from time import perf_counter
 
     from paceline.core.work import NewSequence, SliceWork
-    from paceline.engine.drafters import PromptLookup
+    from paceline.engine.drafters import InTurn, PromptLookup
 
     known, taken = PROMPT_TOKENS + 1, {rows: list[float]() for rows in widths}
     tokens, pair = [3 + i % 50 for i in range(known)], (-1, -2)
-    kept, runner.drafter = runner.drafter, PromptLookup()
+    kept = runner.drafter
+    if not isinstance(kept, PromptLookup):  # with which steps overlap
+        runner.drafter = InTurn(PromptLookup())
     try:
         for _ in range(times + 1):
             for rows, some in taken.items():
@@ -232,7 +236,9 @@ def step_seconds(runner: "ModelRunner", widths: Iterable[int], times: int = 5) -
                     begin = perf_counter()
                     (output,), *_ = runner.step([], [work], [])
                     seconds = perf_counter() - begin
-                    assert output.num_draft == rows - 1, output
+                    if output.error:
+                        raise RuntimeError(f"a step failed: {output.error}")
+                    assert output.num_draft == rows - 1
                 some.append(seconds)
                 runner.step([], [], list(pair))
     finally:

@@ -9,9 +9,11 @@ from contextlib import contextmanager
 def lasting() -> Iterator[None]:
     """What is made meanwhile, as by imports, stays. The garbage collector looks at none of it: not while it is made,
     which takes a fifth of the time that imports take, nor later, when all that runs would wait for it."""
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if collects:
+            gc.enable()

@@ -74,6 +74,7 @@ def main(arguments: list[str]) -> None:
 
 @cache
 def _import_engine() -> None:
+    """What every engine needs: torch, Numba, kernels."""
     with lasting():
         import paceline.engine.load
         import paceline.engine.parallel  # noqa: F401

@@ -9,8 +9,9 @@ from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from paceline import processor
+from paceline import compiled, processor
 from paceline.compiled import watched
+from paceline.engine import addresses
 from paceline.processor import HAS_AMX, HAS_AVX512, HAS_VNNI, PROCESSOR, X86_64
 
 if not X86_64:
@@ -20,7 +21,7 @@ numba.config.THREADING_LAYER = "omp"
 STARTED = numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
 
 # what kernels are made of: Numba would look at a kernel's own file only to see whether what it kept is out of date
-FILES = *sorted(Path(__file__).parent.glob("*.py")), Path(processor.__file__)
+FILES = *sorted(Path(__file__).parent.glob("*.py")), *(Path(one.__file__) for one in (addresses, compiled, processor))
 VECTOR_BYTES = 64 if HAS_AVX512 else 32
 ROWS, COLUMNS = 12 if HAS_AVX512 else 6, 32  # of a tile, at most
 ALL_COLUMNS = 12 if HAS_AVX512 else 2  # rows up to which a tile has 32 columns; else it is one of 16 and one more
@@ -45,7 +46,7 @@ LARGEST_BLOCK = BLOCK * 3 // 2 if HAS_AMX else BLOCK
 # bytes of a thread's own: sums of panels, and parts of weights
 SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SPLIT_PANELS if HAS_AMX else 1)
 TILES_SPACE = SUMS_SPACE + ((SPLIT_DEPTH // DEEP + 1) * PANEL_STEP if HAS_AMX else 0)
-STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `products`
+STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `products._finish`
 KEPT_BF16 = 1  # in place of the address of scales: weights are bfloat16
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # everything but ignoring infinities and NaNs, which must come through

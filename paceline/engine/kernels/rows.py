@@ -23,8 +23,6 @@ from paceline.processor import HAS_AVX512
 NEIGHBOURS, MOST_SCORES, NEAR = 32768, 1 << 17, 4096 if HAS_AVX512 else 2048
 # Keys and values are float32 or half precision: how 16 of them are read, and the power of 2 of an element's bytes.
 ELEMENTS_KEPT = (v.load_some, 2), (v.load_halves, 1)
-
-
 HEADS = (4, 2, 1) if HAS_AVX512 else (2, 1)  # query heads that share keys and values and are computed together
 # heads, and keys, that are scored together: so many sums are in registers
 SCORED = *((heads, SUMS // heads) for heads in HEADS), *((heads, 1) for heads in HEADS), (1, 4)
