@@ -3,9 +3,9 @@
 import numpy as np
 from numba import carray, njit, prange, types
 
-from paceline.compiled import linked, watched
+from paceline.compiled import linked
 from paceline.engine.addresses import floats, longs
-from paceline.engine.kernels.common import BLOCK, F32, FILES, I64, LONGS_1D, LONGS_2D, STORE
+from paceline.engine.kernels.common import BLOCK, F32, I64, LONGS_1D, LONGS_2D, STORE, kernel
 from paceline.engine.kernels.layers import (
     DIMS,
     HIDDEN,
@@ -58,8 +58,7 @@ def _feed(k, rows, shape, plans, buffers, lines, fed, drawn, tables, table, turn
 
 
 @linked
-@watched(types.void(I64, I64, *TAKEN), *FILES)
-@njit(nogil=True, cache=True)
+@kernel(types.void(I64, I64, *TAKEN), fastmath=False)
 def _some(
     t, threads, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table, turns,
     head, logits, streams, numbers, whole, drawn, seen,
@@ -94,8 +93,7 @@ def _some(
         turn = wait(gate, turn, threads)
 
 
-@watched(types.void(I64, *TAKEN), *FILES)
-@njit(nogil=True, cache=True, parallel=True)
+@kernel(types.void(I64, *TAKEN), fastmath=False, parallel=True)
 def run(
     threads, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table, turns,
     head, logits, streams, numbers, whole, drawn, seen,

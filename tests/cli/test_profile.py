@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -321,3 +322,11 @@ def test_widths_are_those_of_verifications(monkeypatch):
     assert list(seconds) == [1, 2, 5, 9] and min(seconds.values()) > 0
     assert spans == 2 * [one for width in (1, 2, 5, 9) for one in 2 * [(width, width > 1)]]
     assert runner.drafter is drafter and not runner.sequences
+
+
+def test_a_draft_model_that_cannot_be_read_is_not_measured(tmp_path):
+    draft = shutil.copytree(BUILTIN / "coder-draft", tmp_path / "draft")
+    weights = draft / "model.safetensors"
+    weights.write_bytes(weights.read_bytes().replace(b"model.norm.", b"model.none."))
+    done = paceline("profile", "--speculation", "builtin:coder", str(draft))
+    assert done.returncode == 2 and "speculation.drafter: " in done.stderr and "model.norm." in done.stderr, done.stderr

@@ -85,15 +85,16 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """As on a GPU where there is Triton: interpreted, where there is none."""
     if torch.cuda.is_available():
         pytest.skip("here they are compiled for the GPU")
     monkeypatch.setattr(machine, "triton_kernels", lambda _: triton_kernels)
     monkeypatch.setattr(gpu, "reads", lambda *_: Reads(BLOCK, triton_kernels))
     monkeypatch.setattr(gpu_plan, "PROGRAMS", 8)
-    builder = interpreter.interpreter_builder  # what else looks for overflows takes a quarter of the time
-    monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    if not request.node.get_closest_marker("slow"):  # to look for overflows takes a seventh of the time
+        builder = interpreter.interpreter_builder
+        monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
 
 
 def through_chunks(paged: Paged, prompts: list[list[int]]) -> list[torch.Tensor]:
