@@ -1,7 +1,7 @@
 """How long faults go unnoticed, streams stand still, groups are away: workers killed, stopped; devices, nodes lost.
 
 Workers with real weights: a model on two pipeline stages and, another group, on one. Streams run at both all the time.
-Each fault hits the group of two (of one, where a device or a node is lost): until its state says so (`noticed`), until
+Each fault hits the group of two (of one, where a device or a node is lost): until that is seen (`noticed`), until
 a stream that ran there has another token (`stood_still`), until the group, or what took its place, is ready (`back`).
 A device that is gone is one whose worker dies whenever it is started: its group's model moves to the other group. A
 node is one of Ray's (extra `cluster`), on this machine; to end it takes a while, in which streams go on, and which
@@ -111,9 +111,9 @@ class Faults:
         counts = [len(stream.times) for stream in streams]  # workers that end before any step are given up
         await until(lambda: all(map(Stream.is_past, streams, counts)))
         there, workers = [stream for stream in streams if stream.is_at(number)], fleet.workers[number]
-        begin = time.monotonic()
+        pids, begin = workers.pids, time.monotonic()
         strike()
-        self.seconds["noticed"].append(await until(lambda: workers.state == "restarting") - begin)
+        self.seconds["noticed"].append(await until(lambda: workers.pids != pids) - begin)
         tokens = [len(stream.times) for stream in there]
         await until(lambda: all(map(Stream.is_past, there, tokens)))
         self.seconds["stood_still"] += [
@@ -174,7 +174,7 @@ async def lost_device(faults: Faults) -> dict:
         return [group(one.parallel, *one.models) for one in used(placement)]
 
     kept, lost = groups(placement)
-    there = replace(lost, command=lambda seat: ["-c", "import os; os._exit(9)"] if gone else lost.command(seat))
+    there = replace(lost, command=lambda seat: ["-m", "benchmarks.gone"] if gone else lost.command(seat))
     async with LocalFleet([kept, there], CONFIG) as fleet:
         deployment = Deployment(fleet, Path(), None, placement, groups, 2)
         fleet.take_over = Spare(deployment, Recent(fleet, 600.0, time.monotonic), lambda line: None).take_over

@@ -1,16 +1,25 @@
 """The command `paceline`. Exit codes: 0 done, 2 bad input (one line names it), 1 anything else."""
 
 import sys
+from collections.abc import Callable
+from functools import cache
 
 from paceline.cli.lasting import lasting
+from paceline.runtime.fork_server import fork_server
 
-with lasting():
-    from paceline.cli.app import app
+
+@cache
+def app() -> Callable[[], None]:
+    with lasting():
+        from paceline.cli.app import app
+    return app
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["serve"] and not any(word.startswith("--ray") for word in sys.argv):
+        fork_server("paceline.cli.worker").start()  # imports what workers need, while we import what a server needs
     try:
-        app()
+        app()()
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(2)

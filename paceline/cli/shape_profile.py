@@ -6,16 +6,16 @@ as they do under load. What a stage took is its own time, without waiting for th
 """
 
 import json
-import os
 import selectors
-import subprocess
-import sys
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from statistics import median
+from typing import NamedTuple, TextIO
 
 import msgspec
 
@@ -23,6 +23,7 @@ from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import Parallel
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
+from paceline.runtime.fork_server import Forked, fork_server
 
 SIDES = (1, 2, 4)  # tensor ranks that are tried
 SETTLED = 0.02  # seconds of one step in a row
@@ -55,6 +56,12 @@ def shapes_of(path: Path, quantization: str, devices: int) -> list[Parallel]:
     return found
 
 
+class Worker(NamedTuple):
+    process: Forked
+    connection: socket.socket
+    answers: TextIO
+
+
 class Shape:
     """A model on the workers of one shape. Use as a context manager."""
 
@@ -63,7 +70,7 @@ class Shape:
         self.weight_bytes: list[int] = []  # of each stage: a device's
         self.working_bytes = 0  # of a device, beside weights and KV: the process, and its largest step
         self._group = GroupOptions((options,), parallel)
-        self._workers: list[subprocess.Popen[str]] = []
+        self._workers: list[Worker] = []
 
     def __enter__(self) -> "Shape":
         """Raises ValueError where the model cannot be loaded so, RuntimeError where a worker ends."""
@@ -73,13 +80,11 @@ class Shape:
         try:
             for number in range(self.parallel.devices):
                 own = msgspec.structs.replace(self._group, number=number, meeting=meeting)
-                self._workers.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "paceline.cli.shape_worker", msgspec.json.encode(own).decode()],
-                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
-                        env=os.environ | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")},
-                    )
-                )  # fmt: skip
+                arguments, log = [msgspec.json.encode(own).decode()], self._log.fileno()
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    process = fork_server("paceline.cli.shape_worker").fork_now(arguments, theirs.fileno(), log)
+                self._workers.append(Worker(process, ours, ours.makefile("r")))
             told = self._answers()
             if errors := [one["error"] for one in told if "error" in one]:
                 raise ValueError(f"{errors[0]} (in shape {self.parallel})")
@@ -92,11 +97,10 @@ class Shape:
 
     def __exit__(self, *_: object) -> None:
         for worker in self._workers:
-            worker.kill()
-        for worker in self._workers:
-            worker.wait()
-            for pipe in (worker.stdin, worker.stdout):
-                pipe.close()
+            worker.process.kill()
+            worker.process.wait()
+            worker.answers.close()
+            worker.connection.close()
         self._log.close()
         self._folder.cleanup()
 
@@ -104,8 +108,8 @@ class Shape:
         """What each of so many runs in a row took."""
         line = json.dumps([slices, runs]) + "\n"
         for worker in self._workers:
-            worker.stdin.write(line)
-            worker.stdin.flush()
+            with suppress(OSError):  # it has ended, which its answer tells
+                worker.connection.sendall(line.encode())
         ranks = (zip(*stage, strict=True) for stage in self._by_stage(self._answers()))
         return list(zip(*(map(max, stage) for stage in ranks), strict=True))
 
@@ -117,10 +121,12 @@ class Shape:
         answers: dict[int, object] = {}
         with selectors.DefaultSelector() as waiting:
             for number, worker in enumerate(self._workers):
-                waiting.register(worker.stdout, selectors.EVENT_READ, number)
+                waiting.register(worker.answers, selectors.EVENT_READ, number)
             while len(answers) < len(self._workers):
                 for key, _ in waiting.select():
-                    line = key.fileobj.readline()
+                    line = ""
+                    with suppress(ConnectionResetError):  # it had not read all
+                        line = key.fileobj.readline()
                     if not line:
                         self._log.seek(0)
                         last = (self._log.read().strip().splitlines() or ["it said nothing"])[-1]

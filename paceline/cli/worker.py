@@ -1,4 +1,5 @@
-"""Entry point of a worker process: joins the engine to the runtime's loop. Started by the front end, not by people.
+"""The program of a worker process: joins the engine to the runtime's loop. Started by the front end, not by people: by
+its `runtime.fork_server`, or on another node as
 
 python -m paceline.cli.worker OPTIONS_JSON DESCRIPTOR
 """
@@ -73,8 +74,8 @@ def main(arguments: list[str]) -> None:
 
 
 @cache
-def _import_engine() -> None:
-    """What every engine needs: torch, Numba, kernels."""
+def prepare() -> None:
+    """Imports what every engine needs: torch, Numba, kernels."""
     with lasting():
         import paceline.engine.load
         import paceline.engine.parallel  # noqa: F401
@@ -87,7 +88,7 @@ def loads(group: GroupOptions) -> list[Load]:
 
     def load(index: int, options: WorkerOptions, progress: Callable[[int, int], None]) -> Engine:
         nonlocal peers
-        _import_engine()  # which takes seconds: heartbeats go by then
+        prepare()  # where that was not done before, it takes seconds: heartbeats go by then
         from paceline.engine.load import load_engine, weight_bytes
         from paceline.engine.parallel import Peers, Place
 

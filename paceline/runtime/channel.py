@@ -80,7 +80,11 @@ class WorkerEnd:
         """The next message; None when the front end is gone."""
         buffer = self._buffer
         while len(buffer) < LENGTH.size or len(buffer) < (end := LENGTH.size + LENGTH.unpack_from(buffer)[0]):
-            if not (data := self._socket.recv(MOST)):
+            try:
+                data = self._socket.recv(MOST)
+            except ConnectionResetError:  # it has not read all that we sent
+                return None
+            if not data:
                 return None
             buffer += data
         frame = bytes(buffer[LENGTH.size : end])

@@ -2,18 +2,16 @@
 
 import asyncio
 import contextlib
-import os
 import secrets
 import shutil
-import signal
 import socket
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.runtime import messages
 from paceline.runtime.channel import FrontEnd
+from paceline.runtime.fork_server import Forked, fork_server
 from paceline.runtime.launch import OnExit, OnMessage
 from paceline.runtime.messages import Heartbeat, Shutdown
 from paceline.runtime.pulse import Pulse
@@ -50,29 +48,22 @@ class WorkerProcess:
     def __init__(self, command: Sequence[str], on_message: OnMessage, on_exit: OnExit) -> None:
         self.command = list(command)
         self.on_message, self.on_exit = on_message, on_exit
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: Forked | None = None
         self._channel = FrontEnd(self._receive)
         self._waiter: asyncio.Task[None] | None = None
         self.pulse = Pulse()
 
     async def start(self) -> None:
-        self.pulse = Pulse()
+        _, module, *arguments = self.command  # after -m
         ours, theirs = socket.socketpair()
-        with theirs:
-            await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=ours)
-            try:
-                self.process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *self.command,
-                    str(theirs.fileno()),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env=os.environ | {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "passive")},
-                    start_new_session=True,  # the terminal's Ctrl-C is for the front end, which drains
-                )
-            except OSError:
-                self._channel.close()
-                raise
+        try:
+            with theirs:
+                self.process = await fork_server(module).fork(arguments, theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        self.pulse = Pulse()
+        await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=ours)
         self._waiter = asyncio.create_task(self._wait())
 
     def send(self, frame: bytes) -> None:
@@ -83,24 +74,20 @@ class WorkerProcess:
         return self.process.pid if self.process else -1
 
     def kill(self) -> None:
-        if self.process and self.process.returncode is None:
+        if self.process:
             self.process.kill()
 
     async def stop(self, patience_s: float = 5.0) -> None:
         self.on_exit = lambda process, code: None
-        if self.process and self.process.returncode is None:
-            self.send(messages.encode(Shutdown()))
-            try:
-                await asyncio.wait_for(self.process.wait(), patience_s)
-            except TimeoutError:
-                self.process.send_signal(signal.SIGKILL)
-                await self.process.wait()
         if self._waiter:
+            self.send(messages.encode(Shutdown()))
+            await asyncio.wait([self._waiter], timeout=patience_s)
+            self.kill()
             await self._waiter
 
     async def _wait(self) -> None:
         assert self.process is not None
-        code = await self.process.wait()
+        code = await self.process.ended()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._channel.closed.wait(), LAST_WORDS_S)
         self._channel.close()

@@ -169,7 +169,7 @@ def test_workers_that_fail_are_told_of():
         pass
     with Shape(WorkerOptions(str(DRAFT), 64, 1, num_blocks=8, threads=1), Parallel(2, 1)) as shape:
         assert [len(stages) for stages in shape.run([(0, 5, True)], 3)] == [2, 2, 2]
-        os.kill(shape._workers[1].pid, 9)
+        os.kill(shape._workers[1].process.pid, 9)
         with pytest.raises(RuntimeError, match=r"a worker in shape \(2,1\) ended"):
             shape.run([(0, 5, True)], 1)
 

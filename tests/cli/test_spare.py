@@ -87,10 +87,11 @@ class Placed:
         self.fleet.take_over = self.spare.take_over
 
     def _groups(self, placement: Placement) -> list[WorkerGroup]:
-        return [worker(*group.models, delay=0.004, refuse=self.refuse) for group in used(placement)]
+        load_s = 0.3 if self.gone else 0.0  # time to look at what is there meanwhile
+        return [worker(*group.models, delay=0.004, refuse=self.refuse, load_s=load_s) for group in used(placement)]
 
     def _until_gone(self, command: Command) -> Command:
-        return lambda seat: ["-c", "import os; os._exit(9)"] if self.gone else command(seat)
+        return lambda seat: ["-m", "tests.runtime.toy_worker", '{"exit": 9}', "{}"] if self.gone else command(seat)
 
     def lose(self) -> None:
         self.gone = True

@@ -1,7 +1,5 @@
 """A worker process of ours, of a group whose last one raises in every pass over a request with a certain seed."""
 
-import sys
-
 from paceline.cli import worker
 from paceline.runtime.workers import Seat
 
@@ -13,7 +11,10 @@ def command(group: worker.GroupOptions, seat: Seat) -> list[str]:
     return ["-m", "tests.engine.poisoned_worker", group.command(seat)[-1]]
 
 
-if __name__ == "__main__":
+prepare = worker.prepare
+
+
+def main(arguments: list[str]) -> None:
     from paceline.engine.runner import ModelRunner
 
     forward = ModelRunner._forward
@@ -25,4 +26,4 @@ if __name__ == "__main__":
         return forward(runner, jobs)
 
     ModelRunner._forward = poisoned
-    worker.main(sys.argv[1:])
+    worker.main(arguments)

@@ -1,9 +1,7 @@
 """Models on groups of several workers, real processes: the same tokens as on one device."""
 
 import asyncio
-import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +28,7 @@ from paceline.runtime.group import ServedModel
 from paceline.runtime.offline import Offline
 from tests.engine import checkpoints
 from tests.engine.poisoned_worker import POISON, command
-from tests.runtime.test_fleet import Collector, until
+from tests.runtime.test_fleet import Collector, lose, until
 
 SHAPES = (Parallel(1, 2), Parallel(2, 1), Parallel(2, 2))
 # who drafts where drafts are asked for; a draft model is the target in int8, which errs now and then
@@ -273,8 +271,7 @@ async def test_a_group_that_loses_one_of_its_workers_starts_again_and_streams_go
             progress = len(sinks[0].tokens)
             await until(lambda progress=progress: len(sinks[0].tokens) > progress + 5)
             before = fleet.workers[0].pids
-            os.kill(before[stage], signal.SIGKILL)
-            await until(lambda: fleet.workers[0].state == "restarting", 0.25)
+            await lose(fleet.workers[0], stage, within_s=0.25)
             await until(lambda: fleet.workers[0].state == "ready", 60)
             assert not set(before) & set(fleet.workers[0].pids)
         await asyncio.gather(*(sink.done.wait() for sink in sinks))

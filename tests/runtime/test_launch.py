@@ -1,15 +1,13 @@
 """Workers that wait for room, as on a cluster that has lost a node: here with processes of this machine."""
 
 import asyncio
-import os
-import signal
 from dataclasses import replace
 
 from paceline.core.request import SamplingParams
 from paceline.runtime.fleet import FleetConfig, LocalFleet
 from paceline.runtime.process import Local
 from paceline.runtime.workers import MAX_RESTARTS
-from tests.runtime.test_fleet import Collector, children, expected, until, worker
+from tests.runtime.test_fleet import Collector, children, expected, lose, until, worker
 
 
 class Cramped(Local):
@@ -29,11 +27,6 @@ class Cramped(Local):
         return await super().meeting(workers)
 
 
-async def lose_worker(fleet: LocalFleet) -> None:
-    os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
-    await until(lambda: fleet.workers[0].state != "ready")
-
-
 async def test_who_waits_for_room_is_not_given_up():
     launcher = Cramped()
     fleet = LocalFleet([replace(worker(), launcher=launcher)], FleetConfig())
@@ -41,7 +34,7 @@ async def test_who_waits_for_room_is_not_given_up():
     try:
         for _ in range(MAX_RESTARTS + 1):
             launcher.full = 3
-            await lose_worker(fleet)
+            await lose(fleet.workers[0])
             await until(lambda: fleet.workers[0].state == "ready")
         sink = Collector()
         fleet.submit("toy", [1, 2], SamplingParams(max_tokens=5), sink)
@@ -49,7 +42,7 @@ async def test_who_waits_for_room_is_not_given_up():
         assert sink.tokens == expected([1, 2], 5)
         for _ in range(MAX_RESTARTS + 1):  # there is room, and no step gets done
             assert fleet.workers[0].state == "ready"
-            await lose_worker(fleet)
+            await lose(fleet.workers[0])
             await until(lambda: fleet.workers[0].state != "restarting")
         assert fleet.workers[0].state == "failed"
     finally:
@@ -62,7 +55,7 @@ async def test_the_status_says_what_is_waited_for_and_a_stop_does_not_wait():
     await fleet.start()
     assert [(status.state, status.reason) for status in fleet.status()] == [("ready", "")]
     launcher.full = 10**9
-    await lose_worker(fleet)
+    await lose(fleet.workers[0])
     await until(lambda: launcher.reason)
     assert [(status.state, status.reason) for status in fleet.status()] == [("restarting", "no room")]
     await fleet.stop()

@@ -15,7 +15,7 @@ from paceline.core.request import Request, SamplingParams
 from paceline.runtime.api import Unavailable
 from paceline.runtime.fleet import FleetConfig, LocalFleet
 from paceline.simulator.driver import FixedOutputs, simulate
-from tests.runtime.test_fleet import Collector, children, expected, until, worker
+from tests.runtime.test_fleet import Collector, children, expected, lose, until, worker
 
 NAMES = tuple("abcdef")
 
@@ -94,8 +94,7 @@ async def test_a_worker_killed_while_it_loads_has_the_same_models_again():
         sinks = [Collector() for _ in range(2)]
         fleet.submit("b", [3], SamplingParams(max_tokens=4), sinks[0])
         await until(lambda: fleet.groups[1].resident)
-        os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
-        await until(lambda: fleet.workers[0].state == "restarting")
+        await lose(fleet.workers[0])
         fleet.submit("a", [4], SamplingParams(max_tokens=4), sinks[1])
         async with asyncio.timeout(30):
             await asyncio.gather(*(sink.done.wait() for sink in sinks))
@@ -122,8 +121,7 @@ async def test_a_model_that_cannot_be_loaded_takes_no_place_from_the_others(name
             async with asyncio.timeout(10):
                 await sink.done.wait()
             assert sink.tokens == expected([3], 4)
-            os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
-            await until(lambda: fleet.workers[0].state == "restarting")
+            await lose(fleet.workers[0])
             await until(lambda: fleet.workers[0].state == "ready")
 
 

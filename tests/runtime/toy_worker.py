@@ -111,7 +111,17 @@ def loads(models: int = 1, load_s: float = 0.0, refuse: str = "", errors=(), slo
     return [partial(load, list(errors[model]) if errors else [""]) for model in range(models)]
 
 
-if __name__ == "__main__":
-    seat = json.loads(sys.argv[2])
+def prepare() -> None:
+    pass
+
+
+def main(arguments: list[str]) -> None:
+    options, seat = map(json.loads, arguments[:2])
+    if code := options.pop("exit", 0):
+        os._exit(code)
     worker.AGAIN_S = 0.01
-    worker.serve(int(sys.argv[3]), loads(**json.loads(sys.argv[1])), seat["resident"], seat["check"])
+    worker.serve(int(arguments[2]), loads(**options), seat["resident"], seat["check"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

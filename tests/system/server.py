@@ -70,7 +70,7 @@ class Server:
         """Process ids of the workers."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-        return [pid for pid, line in lines.items() if b"paceline.cli.worker" in line]
+        return [pid for pid, line in lines.items() if line.startswith(b"paceline.cli.worker")]
 
 
 def until(condition, seconds: float = 20.0) -> None:

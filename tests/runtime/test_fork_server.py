@@ -1,0 +1,97 @@
+import asyncio
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from paceline.runtime.fork_server import ForkServer
+
+PROGRAM = "tests.runtime.toy_program"
+# what would keep forked processes from using a GPU, or from going on: a look at it, or a thread that they don't have
+LOOKS = """
+import os, sys, torch
+def looks(*_): raise AssertionError("asks for a GPU")
+for name in ("_cuda_init", "_cuda_getDeviceCount"):
+    setattr(torch._C, name, looks)
+for name in ("init", "_lazy_init", "is_available", "device_count"):
+    setattr(torch.cuda, name, looks)
+from paceline.cli.worker import prepare
+prepare()
+assert "paceline.engine.kernels.layers" in sys.modules
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+@asynccontextmanager
+async def process(server: ForkServer, word: str):
+    """One that was asked for, and what it tells; until the end it waits."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with ours:
+        with theirs:
+            forked = await server.fork([word], theirs.fileno())
+        yield forked, json.loads(await asyncio.get_running_loop().sock_recv(ours, 1 << 16))
+
+
+@pytest.fixture
+def server():
+    server = ForkServer(PROGRAM)
+    yield server
+    server.close()
+
+
+async def test_processes_are_ours_and_begin_where_their_imports_end(server):
+    async with process(server, "3") as (one, told), process(server, "fall") as (other, told_by_it):
+        assert told["parent"] == told_by_it["parent"] == os.getpid()
+        assert (told["pid"], told_by_it["pid"]) == (one.pid, other.pid) and one.pid != other.pid
+        assert told["prepared"] == told_by_it["prepared"] and len(told["prepared"]) == 1  # once, by the server
+        assert told["sum"] == told_by_it["sum"] == 9900  # in threads of its own
+        assert Path(f"/proc/{one.pid}/cmdline").read_bytes().startswith(f"{PROGRAM} 3 ".encode())  # what `ps` shows
+        assert one.returncode is None
+    assert await asyncio.wait_for(one.ended(), 10) == 3
+    assert await asyncio.wait_for(other.ended(), 10) == -signal.SIGTERM
+    other.kill()  # it is gone: nobody else is hit
+
+
+async def test_a_server_that_is_gone_is_replaced_and_its_processes_stay(server):
+    async with process(server, "0") as (one, told):
+        os.kill(told["prepared"][0], signal.SIGKILL)  # which may be seen when it is asked already
+        async with process(server, "0") as (other, told_by_it):
+            assert told_by_it["prepared"] != told["prepared"] and one.returncode is None
+            other.kill()
+            assert await asyncio.wait_for(other.ended(), 10) == -signal.SIGKILL
+    assert await asyncio.wait_for(one.ended(), 10) == 0
+
+
+async def test_a_program_that_cannot_be_imported_is_an_error():
+    with pytest.raises(OSError, match="tests.runtime.no_program cannot be imported"):
+        async with process(ForkServer("tests.runtime.no_program"), "0"):
+            pass
+
+
+def test_a_server_ends_with_who_started_it():
+    start = f"from paceline.runtime.fork_server import ForkServer; server = ForkServer({PROGRAM!r}); server.start()"
+    code = f"{start}; print(server._process.pid)"
+    pid = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60).stdout)
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        assert select.select([descriptor], [], [], 60)[0]
+    finally:
+        os.close(descriptor)
+
+
+def test_what_engines_import_can_be_forked():
+    command = [sys.executable, "-c", LOOKS]
+    one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # NumPy's own threads know of forks
+    done = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stdout == "1\n", done.stderr
