@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 
 from paceline.cli.lasting import lasting
@@ -17,7 +18,8 @@ def app() -> Callable[[], None]:
 
 def main() -> None:
     if sys.argv[1:2] == ["serve"] and not any(word.startswith("--ray") for word in sys.argv):
-        fork_server("paceline.cli.worker").start()  # imports what workers need, while we import what a server needs
+        with suppress(OSError):  # who needs it will say so
+            fork_server("paceline.cli.worker").start()  # imports what workers need, while we import what a server needs
     try:
         app()()
     except ValueError as error:

@@ -6,6 +6,7 @@ python -m paceline.cli.worker OPTIONS_JSON DESCRIPTOR
 
 import os
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, partial
@@ -77,6 +78,10 @@ def main(arguments: list[str]) -> None:
 def prepare() -> None:
     """Imports what every engine needs: torch, Numba, kernels."""
     with lasting():
+        from numba.np.ufunc import parallel
+
+        # its own is shared with forks, and who is killed may hold it
+        parallel._backend_init_process_lock = threading.RLock()
         import paceline.engine.load
         import paceline.engine.parallel  # noqa: F401
 

@@ -27,6 +27,7 @@ from typing import Protocol, cast
 from setproctitle import setproctitle
 
 MOST = 2**17  # bytes of a request; Linux takes more of them as one message
+LONGEST_S = 600.0  # to import and fork; the first import of all compiles kernels
 STREAMS = (1, 2)  # where a process writes as who asked for it does by then
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
@@ -49,7 +50,10 @@ class Forked:
 
     def wait(self) -> int:
         """Blocks until it has ended. For one caller, which is not `ended`."""
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        try:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except ChildProcessError:  # somebody who waits for any child was told
+            self.returncode = 255
         return self.returncode
 
     async def ended(self) -> int:
@@ -67,11 +71,13 @@ class Forked:
 
     def kill(self) -> None:
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # whoever waits is about to say so
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class ForkServer:
-    """Seen from the front end: of one program, started when it is needed, and again when it is gone."""
+    """Seen from the front end: of one program, started when it is needed, in the environment of then, and again when
+    it is gone."""
 
     def __init__(self, module: str) -> None:
         self.module = module
@@ -85,13 +91,18 @@ class ForkServer:
         if ctypes.CDLL(None).prctl(SUBREAPER, 1, 0, 0, 0):
             raise OSError("the system has no subreapers, which Linux has since 3.4")
         self.close()
+        for stream in range(3):  # one that is closed would be taken by a socket
+            with suppress(OSError):
+                os.fstat(stream)
+                continue
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, self.module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={"OMP_WAIT_POLICY": "passive"} | os.environ,
+                env={"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"} | os.environ,  # no threads at forks
                 start_new_session=True,  # the terminal's Ctrl-C is for the front end, which drains
             )
 
@@ -99,15 +110,18 @@ class ForkServer:
         """A process that runs the program's `main`, and has a copy of the descriptor. Raises OSError."""
         for told in self._asked(arguments, [descriptor, *STREAMS]):
             told.setblocking(False)
-            if pid := await asyncio.get_running_loop().sock_recv(told, 16):
-                return Forked(int(pid))
+            with suppress(TimeoutError):
+                if pid := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(told, 16), LONGEST_S):
+                    return Forked(int(pid))
         raise OSError(f"{self.module} cannot be imported or forked")
 
     def fork_now(self, arguments: Sequence[str], descriptor: int, log: int) -> Forked:
         """The same, blocking; what the process writes goes to `log`."""
         for told in self._asked(arguments, [descriptor, log, log]):
-            if pid := told.recv(16):
-                return Forked(int(pid))
+            told.settimeout(LONGEST_S)
+            with suppress(TimeoutError):
+                if pid := told.recv(16):
+                    return Forked(int(pid))
         raise OSError(f"{self.module} cannot be imported or forked")
 
     def _asked(self, arguments: Sequence[str], descriptors: Sequence[int]) -> Iterator[socket.socket]:
@@ -115,13 +129,14 @@ class ForkServer:
         for _ in range(2):
             self.start()
             assert self._socket
-            ours, theirs = socket.socketpair()
+            server, (ours, theirs) = self._process, socket.socketpair()
             with ours:
                 with theirs, suppress(BrokenPipeError, ConnectionResetError):
                     request = json.dumps(list(arguments)).encode()
                     socket.send_fds(self._socket, [request], [theirs.fileno(), *descriptors])
                 yield ours
-            self.close()
+            if server is self._process:  # else others have replaced it, and wait for the new one
+                self.close()
 
     def close(self) -> None:
         """Ends the server, not what it has forked."""
@@ -168,6 +183,7 @@ def serve(requests: socket.socket) -> list[str] | None:
 
 def main(module: str, descriptor: int) -> None:
     setproctitle(f"{__spec__.name}: {module.rpartition('.')[2]}")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored nobody can be waited for
     program = cast(Program, importlib.import_module(module))
     program.prepare()
     with socket.socket(fileno=descriptor) as requests:

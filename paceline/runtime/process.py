@@ -51,6 +51,7 @@ class WorkerProcess:
         self.process: Forked | None = None
         self._channel = FrontEnd(self._receive)
         self._waiter: asyncio.Task[None] | None = None
+        self._stopped = False
         self.pulse = Pulse()
 
     async def start(self) -> None:
@@ -65,6 +66,8 @@ class WorkerProcess:
         self.pulse = Pulse()
         await asyncio.get_running_loop().create_unix_connection(lambda: self._channel, sock=ours)
         self._waiter = asyncio.create_task(self._wait())
+        if self._stopped:  # meanwhile
+            self.kill()
 
     def send(self, frame: bytes) -> None:
         self._channel.send(frame)
@@ -78,7 +81,7 @@ class WorkerProcess:
             self.process.kill()
 
     async def stop(self, patience_s: float = 5.0) -> None:
-        self.on_exit = lambda process, code: None
+        self.on_exit, self._stopped = lambda process, code: None, True
         if self._waiter:
             self.send(messages.encode(Shutdown()))
             await asyncio.wait([self._waiter], timeout=patience_s)

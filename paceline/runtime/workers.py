@@ -85,8 +85,9 @@ class Workers:
             self._processes.append(self.launcher.process(number, command, self._receive, self._exited))
         self._infos = [{} for _ in self.guests]
         try:
-            for process in list(self._processes):
-                await process.start()
+            for process in (started := self._processes):
+                if self._processes is started:  # else one was lost meanwhile, and all are started again
+                    await process.start()
         except OSError as error:
             self._fail(f"the worker cannot be started: {error}")
 
@@ -134,7 +135,7 @@ class Workers:
         for process in self._processes:
             process.pulse.forgive(late)
         self._asked += late
-        hangs = any(process.pulse.silent_s > limit for process in self._processes)
+        hangs = any(process.pid > 0 and process.pulse.silent_s > limit for process in self._processes)
         idle_s = min((process.pulse.idle_s for process in self._processes), default=0.0)
         if hangs or (self._owed and min(idle_s, time.monotonic() - self._asked) > LOST_S):
             self._kill()

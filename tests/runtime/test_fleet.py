@@ -21,7 +21,10 @@ from paceline.latency.step_time import StepTime
 from paceline.runtime import workers
 from paceline.runtime.api import GoalUnreachable, Overloaded, TooLong, Unavailable
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
+from paceline.runtime.fork_server import fork_server
 from paceline.runtime.group import ServedModel
+from paceline.runtime.process import Local
+from paceline.runtime.workers import Seat
 from paceline.simulator.driver import replay
 from tests.runtime.toy_worker import CRASH, CRASH_ONCE, HANG, LOSE_ONCE, POISON, RAISE, next_token
 
@@ -456,11 +459,27 @@ async def test_a_model_that_failed_does_not_take_the_others_down():
 
 
 async def test_stopping_in_the_middle_of_a_restart_leaves_no_process():
-    running = LocalFleet([worker()], FleetConfig())
+    running = LocalFleet([worker(load_s=0.5)], FleetConfig())
     await running.start()
     await lose(running.workers[0])
+    assert running.groups[0].state == "restarting"
     await running.stop()
     assert not children()
+
+
+async def test_a_worker_that_is_stopped_before_it_was_forked_ends():
+    ended, server = [], fork_server("tests.runtime.toy_worker")
+    async with fleet():  # so the server is there
+        command = worker().command(Seat(0, "", (None,), (True,), True))
+        process = Local().process(0, command, lambda *_: None, lambda *_: ended.append(True))
+        server._process.send_signal(signal.SIGSTOP)
+        starting = asyncio.create_task(process.start())
+        await asyncio.sleep(0.1)
+        await process.stop()
+        server._process.send_signal(signal.SIGCONT)
+        await starting
+        await asyncio.wait_for(process._waiter, 5)
+        assert process.process.returncode == -signal.SIGKILL and not ended
 
 
 async def test_a_full_queue_and_a_drain_take_what_belongs_to_an_accepted_request():

@@ -6,14 +6,25 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from paceline.runtime import fork_server
 from paceline.runtime.fork_server import ForkServer
 
 PROGRAM = "tests.runtime.toy_program"
+KILLED = f"""
+import os, socket
+from paceline.runtime.fork_server import ForkServer
+server = ForkServer({PROGRAM!r})
+ours, theirs = socket.socketpair()
+print(server.fork_now(["0"], theirs.fileno(), 2).pid, server._process.pid, flush=True)
+theirs.close()
+assert b"prepared" in ours.recv(1 << 16)
+os.kill(os.getpid(), 9)
+"""
 # what would keep forked processes from using a GPU, or from going on: a look at it, or a thread that they don't have
 LOOKS = """
 import os, sys, torch
@@ -25,6 +36,8 @@ for name in ("init", "_lazy_init", "is_available", "device_count"):
 from paceline.cli.worker import prepare
 prepare()
 assert "paceline.engine.kernels.layers" in sys.modules
+from numba.np.ufunc import parallel
+assert parallel._is_initialized and "multiprocessing" not in type(parallel._backend_init_process_lock).__module__
 print(len(os.listdir("/proc/self/task")))
 """
 
@@ -76,22 +89,39 @@ async def test_a_program_that_cannot_be_imported_is_an_error():
             pass
 
 
+async def test_all_who_wait_at_a_server_that_is_killed_are_served_by_the_next_one(server):
+    async with process(server, "0") as (_, told), AsyncExitStack() as stack:
+        server._process.send_signal(signal.SIGSTOP)
+        waiting = [asyncio.create_task(stack.enter_async_context(process(server, "0"))) for _ in range(4)]
+        await asyncio.sleep(0.1)
+        server._process.kill()
+        others = await asyncio.wait_for(asyncio.gather(*waiting), 60)
+        assert {tuple(one["prepared"]) for _, one in others} == {(server._process.pid,)} != {tuple(told["prepared"])}
+    assert [await asyncio.wait_for(forked.ended(), 10) for forked, _ in others] == [0] * 4
+
+
+@pytest.mark.slow
+async def test_a_server_that_hangs_is_replaced(server, monkeypatch):
+    monkeypatch.setattr(fork_server, "LONGEST_S", 10.0)
+    async with process(server, "0"):
+        hangs = server._process
+        hangs.send_signal(signal.SIGSTOP)
+        async with process(server, "0"):
+            assert server._process is not hangs and hangs.returncode == -signal.SIGKILL
+
+
 def test_a_server_ends_with_who_started_it():
-    start = f"from paceline.runtime.fork_server import ForkServer; server = ForkServer({PROGRAM!r}); server.start()"
-    code = f"{start}; print(server._process.pid)"
-    pid = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60).stdout)
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        assert select.select([descriptor], [], [], 60)[0]
-    finally:
-        os.close(descriptor)
+    """Who is killed has no time to end anything."""
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    for pid in map(int, done.stdout.split()):
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            assert select.select([descriptor], [], [], 60)[0]
+            os.close(descriptor)
 
 
 def test_what_engines_import_can_be_forked():
-    command = [sys.executable, "-c", LOOKS]
-    one_thread = {"OPENBLAS_NUM_THREADS": "1"}  # NumPy's own threads know of forks
-    done = subprocess.run(command, env=os.environ | one_thread, capture_output=True, text=True, timeout=100)
+    command, environment = [sys.executable, "-c", LOOKS], os.environ | {"OPENBLAS_NUM_THREADS": "1"}  # as it has there
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stdout == "1\n", done.stderr
