@@ -18,7 +18,6 @@ from paceline.batching.state import (
     SPENT,
     TILE,
     WIDE,
-    WIDTH,
     Floats,
     Ints,
     State,
@@ -94,9 +93,9 @@ def seconds_at_pace(s: State, shape: tuple[int, ...]) -> float:
 
 
 @making
-def room_within_goals(s: State, prompts: Ints, read: int, goal: float) -> int:
-    """Tokens of a step whose decodes are taken, and read so many from the cache. `goal`: `moves.goal_of_step`."""
-    shape, width = np.zeros(7, np.int64), s.now[WIDTH]
+def room_within_goals(s: State, width: int, prompts: Ints, read: int, goal: float) -> int:
+    """Tokens of a step that has taken so many, which read so many from the cache. `goal`: `moves.goal_of_step`."""
+    shape = np.zeros(7, np.int64)
     shape[0] = shape[1] = shape[2] = width
     shape[3] = read
     within = (goal - s.factors[SPENT] / (1 + s.factors[MARGIN])) / s.factors[PACE]

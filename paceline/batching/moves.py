@@ -159,18 +159,44 @@ def decode_alone(s: State, slot: int) -> None:
         s.now[DECODES] += 1
 
 
-@making
+@part
 def room(s: State) -> int:
-    """Tokens that the step may still take: the fixed budget, or what the goals make of the decodes taken."""
+    """Tokens that the step may still take."""
+    read, step = 0, s.steps[s.now[AT]]
+    for i in range(s.now[SLICES]):
+        read += step[START, i] * step[LENGTH, i]
+    return _width(s, s.now[WIDTH], read) - s.now[WIDTH]
+
+
+@part
+def width_without_drafts(s: State) -> int:
+    """Tokens of the next step with all decodes that are ready: what of prompts they leave is certain progress."""
+    ready, read = _ready(s)
+    return _width(s, ready, read)
+
+
+@making
+def _width(s: State, taken: int, read: int) -> int:
+    """Tokens of a step that has taken so many, which read so many, and goes on with prompts: the fixed budget, or what
+    the goals make of it."""
     width = s.limits[TOKEN_BUDGET]
     if s.limits[KNEE] > 0 and s.now[PROMPTS] + num_waiting(s) > 0:
-        read, step = 0, s.steps[s.now[AT]]
-        for i in range(s.now[SLICES]):
-            read += step[START, i] * step[LENGTH, i]
-        waits = s.now[SLICES] > 0 or (s.limits[PIPELINE] > 1 and num_decoding(s) > 0)
+        waits = taken > 0 or (s.limits[PIPELINE] > 1 and num_decoding(s) > 0)
         goal = goal_of_step(s) if waits else NONE
-        width = min(room_within_goals(s, candidates(s, width - s.now[WIDTH]), read, goal), width)
-    return width - s.now[WIDTH]
+        width = min(room_within_goals(s, taken, candidates(s, width - taken), read, goal), width)
+    return width
+
+
+@part
+def _ready(s: State) -> tuple[int, int]:
+    """Running sequences of which a decode may be taken, and what those read."""
+    ready, read = 0, 0
+    for i in range(s.now[RUNNING]):
+        slot = s.running[i]
+        if s.numbers[slot, COMPUTED] >= s.numbers[slot, PROMPT] and s.numbers[slot, IN_FLIGHT] == 0:
+            ready += 1
+            read += s.numbers[slot, COMPUTED]
+    return ready, read
 
 
 @part
@@ -196,12 +222,8 @@ def within(s: State, goal: float) -> float:
 @part
 def all_within_goal(s: State) -> bool:
     """Whether there is a goal between tokens, and a step of all decodes that are ready is within it."""
-    ready, read, goal = 0, 0, goal_of_step(s)
-    for i in range(s.now[RUNNING]):
-        slot = s.running[i]
-        if s.numbers[slot, COMPUTED] >= s.numbers[slot, PROMPT] and s.numbers[slot, IN_FLIGHT] == 0:
-            ready += 1
-            read += s.numbers[slot, COMPUTED]
+    ready, read = _ready(s)
+    goal = goal_of_step(s)
     return 0 < goal < NONE and seconds_at_pace(s, (ready, ready, ready, read, 0, 0, 0)) - s.factors[BESIDE] <= goal
 
 

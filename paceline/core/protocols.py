@@ -14,9 +14,9 @@ class Lookahead(Protocol):
         """Tokens to draft by slot, at most `drafts`, and the seconds that drafting them should take.
 
         `numbers` [slots, NUM_COLUMNS] are the sequences; `running` the slots whose decodes the step takes where they
-        are ready; `pending` prompt tokens wait, of which the step takes what the `budget` (tokens) leaves. `goal`:
-        seconds that its decodes may take with their drafts, if they can be done in that time without any. Of those for
-        whom nothing is to be drafted it may enter why, as `HELD_BACK`.
+        are ready; `pending` prompt tokens wait, of which the step takes what the `budget` leaves: the tokens that it
+        would have without drafts. `goal`: seconds that its decodes may take with their drafts, if they can be done in
+        that time without any. Of those for whom nothing is to be drafted it may enter why, as `HELD_BACK`.
         """
         ...
 
