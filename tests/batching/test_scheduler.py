@@ -405,17 +405,17 @@ def test_drafts_stop_for_prompts_that_the_step_takes_and_for_no_others():
 
 
 def test_drafts_leave_to_prompts_what_steps_are_wide_without_them():
-    """Though more tokens than the knee's would be allowed; only tries come before prompts."""
-    limits, terms = SchedulerConfig(token_budget=256), (0.0,) * 6
-    costs = Costs([1.0] * 8 + [n / 8 for n in range(8, 300)])
-    budget = GoalBudget(tuple(n / 8 for n in range(300)), terms, tile=1, knee=32, maximum=256)
+    """Beside a whole prompt drafts would pay, as the token budget allows; but the knee is narrower, and there they take
+    the place of certain progress."""
+    limits, times = SchedulerConfig(token_budget=256), [1 + n / 100 for n in range(300)]
+    costs, budget = Costs(times), GoalBudget(tuple(times), (0.0,) * 6, tile=1, knee=32, maximum=256)
     config = GroupConfig(scheduler=limits, lookahead=partial(Lookahead, costs, None), budget=budget)
-    requests = [Request(str(i), 4, 64, max_draft_tokens=4) for i in range(8)] + [Request("b", 240, 1, arrival=6)]
+    requests = [Request(str(i), 4, 64, max_draft_tokens=4) for i in range(8)] + [Request("b", 96, 1, arrival=6)]
     outputs = FixedOutputs({r.id: r.max_tokens for r in requests}, lambda request, drafted: drafted)
     trace = simulate(Controller([config]), requests, lambda batch: 1, outputs)
     batches = [e.detail for e in trace if e.kind == "started"]
     chunks = [s.length for batch in batches for s in batch.slices if s.sequence.id == "b"]
-    assert chunks == [24] * 10
+    assert chunks == [24] * 4
 
 
 def test_drafts_keep_steps_within_the_goals_of_those_that_decode():

@@ -55,8 +55,7 @@ BOTH, KINDS, DRAFT = ("coder", "coder-draft"), ("coder", "minilm"), str(BUILTIN 
 SCENES = {
     "stages": Scene(
         ((Parallel(2), BOTH, "ngram", None), *((Parallel(), (name,), "ngram", None) for name in BOTH)),
-        signal.SIGKILL,
-        6,
+        signal.SIGKILL, 6,
     ),  # fmt: skip
     # three times as many clients as places, of a model with a draft model and of an encoder; one group swaps them
     "ranks": Scene(((Parallel(1, 2), KINDS, DRAFT, None), (Parallel(), KINDS, DRAFT, 1)), RAISE, 30, 2),
