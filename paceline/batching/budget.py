@@ -25,6 +25,7 @@ from paceline.batching.state import (
 from paceline.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, making, part
 from paceline.core.batch import StepShape
 from paceline.latency.step_time import predicted
+from paceline.latency.tiles import ENOUGH
 
 seconds = part(predicted)
 
@@ -35,7 +36,10 @@ class GoalBudget:
 
     The paper takes one budget for all steps, that of the worst decodes and contexts. Here it is asked anew every step,
     so that few decodes at short contexts leave more to the prompts. The goal is the group's or a request's, whichever
-    is tighter. A step that keeps no decode waiting, in it or behind it in a pipeline, is as wide as the knee.
+    is tighter. A step that keeps no decode waiting, in it or behind it in a pipeline, has none.
+
+    The knee is of steps without contexts. Each chunk reads again all that its prompt had before, so where much has to
+    be read steps are wider: until that takes no larger share of their time than steps of the knee lose to wider ones.
 
     The goal counts with a margin, and predictions at the pace that the machine has shown of late.
 
@@ -117,29 +121,36 @@ def widest(
     prompts: Ints,
 ) -> int:  # fmt: skip
     """`GoalBudget`, for a goal in seconds of a predicted step; infinity is none. Wider steps never count as shorter."""
-    decodes, wide = shape[0] // tile, max(1.0, wide)
-    width = knee
-    if goal < np.inf:
-        filled = shape.copy()  # with the first prompts whole
-        for i in range(len(prompts)):
-            if filled[0] < maximum and prompts[i, 1] > 0:
-                add_chunk(filled, prompts[i, 0], prompts[i, 1], True)
-        # the largest multiple of the tile whose step, filled from the prompts in order, is within the goal
-        low, high = decodes, min(maximum // tile, -(-filled[0] // tile))
-        while low < high:
-            middle = (low + high + 1) // 2
-            step, left = shape.copy(), middle * tile - shape[0]
-            for i in range(len(prompts)):
-                if left > 0 and prompts[i, 1] > 0:
-                    add_chunk(step, prompts[i, 0], min(left, prompts[i, 1]), left >= prompts[i, 1])
-                    left -= prompts[i, 1]
-            took = seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6]))
-            if (took * wide if step[0] >= COMPUTES else took) > goal:
-                high = middle - 1
-            else:
-                low = middle
-        width = low * tile
+    decodes, wide, free = shape[0] // tile, max(1.0, wide), goal == np.inf
+    step = shape.copy()
+    fill(step, prompts, maximum)
+    low, high = max(knee // tile, decodes + 1) if free else decodes, min(maximum // tile, -(-step[0] // tile))
+    while low < high:
+        middle = (low + high) // 2 if free else (low + high + 1) // 2
+        step[:] = shape
+        again = fill(step, prompts, middle * tile)
+        took = seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6]))
+        if free:  # the narrowest from the knee on that leaves no more to be read again than the knee loses
+            loses = terms[3] * (again > 0) + terms[4] * again > (1 - ENOUGH) * took
+            low, high = (middle + 1, high) if loses else (low, middle)
+        else:  # the widest, filled from the prompts in order, that is within the goal
+            over = (took * wide if step[0] >= COMPUTES else took) > goal
+            low, high = (low, middle - 1) if over else (middle, high)
+    width = max(knee if free else 0, low * tile)
     return min(maximum, max(width, (decodes + 1) * tile))
+
+
+@part
+def fill(step: Ints, prompts: Ints, width: int) -> int:
+    """Adds chunks of the prompts, (context, remaining) tokens each, in order, until the step is so wide. Returns the
+    tokens of the prompt that it ends in, which the next one reads again; 0: it ends in none."""
+    again = 0
+    for i in range(len(prompts)):
+        length = min(width - step[0], prompts[i, 1])
+        if length > 0:
+            add_chunk(step, prompts[i, 0], length, length == prompts[i, 1])
+            again = prompts[i, 0] + length if length < prompts[i, 1] else 0
+    return again
 
 
 @part

@@ -48,6 +48,15 @@ def taken(shape: StepShape, prompts, width: int) -> StepShape:
     return shape
 
 
+def read_again(prompts, room: int) -> float:
+    """Seconds that the next step takes to read what this one read, if so many tokens are taken."""
+    for context, left in prompts:
+        if 0 < room < left:
+            return MODEL.chunk + MODEL.chunk_context * (context + room)
+        room -= left
+    return 0.0
+
+
 def brute_force(budget: GoalBudget, goal: float, shape: StepShape, prompts) -> int:
     least = min(budget.maximum, (shape.tokens // budget.tile + 1) * budget.tile)
     widths = range(budget.tile, budget.maximum + 1, budget.tile)
@@ -89,6 +98,22 @@ def test_without_a_goal_or_a_decode_it_is_the_knee():
     assert GoalBudget(*TIMES, 8, 128, 512)(decodes(4), prompts, None) == 128
     assert GoalBudget(*TIMES, 8, 128, 512, 0.02)(NOBODY, prompts, None) == 128
     assert GoalBudget(*TIMES, 8, 128, 512)(decodes(4), prompts, 0.05) < 128
+
+
+def test_without_a_goal_steps_widen_until_contexts_are_not_read_too_often():
+    rng, wider = Random(2), 0
+    for _ in range(500):
+        budget = GoalBudget(*TIMES, rng.choice((1, 8, 16)), rng.choice((32, 128)), 512)
+        shape = decodes(rng.randint(0, 60), rng.choice((10, 3000)))
+        prompts = [(rng.choice((0, 4000, 30_000, 90_000)), rng.choice((5, 90, 2000))) for _ in range(rng.randint(1, 3))]
+        width = budget(shape, prompts, None)
+        least = max(budget.knee, (shape.tokens // budget.tile + 1) * budget.tile)
+        widths = width, width - budget.tile
+        lost = [read_again(prompts, some - shape.tokens) / seconds(taken(shape, prompts, some)) for some in widths]
+        assert lost[0] <= 0.05 or taken(shape, prompts, width) == taken(shape, prompts, budget.maximum)
+        assert width == least or (width > least and lost[1] > 0.05)
+        wider += width > least
+    assert 50 < wider < 450
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 127, 128, 200])
