@@ -22,9 +22,9 @@ class Slice(NamedTuple):
         return self.start + self.length
 
 
-# percent: what a token of a verification takes to read what the one before it has just read (CPU, 100 to 1,000 tokens:
-# 30 to 41; nobody has measured it on a GPU)
-AGAIN = 35
+# percent: what a token of a verification takes beside the one before it, with which it reads (CPU, AVX2, 256 to 3,800
+# tokens: 4 to 9 of floats, 17 of half precision; nobody has measured it on a GPU)
+AGAIN = 12
 FOLLOWED, FOLLOWED_OF = 32, 512  # steps in which a draft model follows prompts, of so many in a row without drafts
 
 

@@ -56,14 +56,20 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokens that attend one by one: row index[i] of the step sees tokens [low[i], high[i]) of table[i]."""
+    """Tokens that attend one by one: row index[i] of the step sees tokens [low[i], high[i]) of table[i].
+
+    Rows [first[r], first[r + 1]) are a run: neighbours in a sequence, for which its keys and values are read once.
+    """
 
     index: Tensor
     table: Tensor  # [rows, most blocks], padded with block 0
     low: Tensor
     high: Tensor
     mask: Tensor | None  # [rows, 1, 1, tokens] float32; only where keys and values are gathered
-    longest: int  # tokens that a row sees
+    first: Tensor  # [runs + 1, or more]
+    runs: int
+    most: int  # rows of a run
+    longest: int  # tokens that a run sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +90,11 @@ class StepPlan:
         for line, (window, rows) in zip(plans, sorted(self.rows.items(), key=lambda item: item[0] or 0), strict=True):
             line[kernels.WINDOW] = window or 0
             if rows is not None:
-                tensors = (rows.index, rows.table, rows.low, rows.high)
-                line[kernels.ROW_INDEX], line[kernels.ROW_TABLE], line[kernels.ROW_LOW], line[kernels.ROW_HIGH] = (
-                    tensor.data_ptr() for tensor in tensors
-                )
-                line[kernels.ROW_WIDTH], line[kernels.ROW_COUNT] = rows.table.shape[1], rows.table.shape[0]
-                line[kernels.ROW_LONGEST] = rows.longest
+                line[kernels.ROW_INDEX], line[kernels.ROW_TABLE] = rows.index.data_ptr(), rows.table.data_ptr()
+                line[kernels.ROW_WIDTH], line[kernels.ROW_LOW] = rows.table.shape[1], rows.low.data_ptr()
+                line[kernels.ROW_HIGH], line[kernels.RUN_FIRST] = rows.high.data_ptr(), rows.first.data_ptr()
+                line[kernels.RUN_COUNT], line[kernels.RUN_MOST] = rows.runs, rows.most
+                line[kernels.RUN_LONGEST] = rows.longest
         chunks = next(iter(self.chunks.values()))
         whole = [(c.begin, c.end - c.begin, c.start, c.table.data_ptr()) for c in chunks]
         return plans, np.array(whole, np.int64).reshape(-1, kernels.CHUNK_FIELDS)
@@ -143,15 +148,21 @@ def _attending(
     longest = max((span.start + span.length for span in mine), default=0)
     count, width = sum(span.length for span in mine), -(-longest // block_size)
     index, high, table = np.empty(count, np.int64), np.empty(count, np.int64), np.zeros((count, width), np.int64)
+    first, runs, most = np.empty(count + 1, np.int64), 0, 1
     if count:
-        layout.place_rows(slices if len(mine) == len(spans) else slices[alone], block_size, index, high, table)
-    own = (torch.from_numpy(index), torch.from_numpy(table), torch.from_numpy(high))
+        if kernels is not None:
+            most = kernels.most_of_run(config.heads // config.kv_heads, longest)
+            most = min(most, max(span.length for span in mine))
+        some = slices if len(mine) == len(spans) else slices[alone]
+        runs = layout.place_rows(some, block_size, most, index, high, table, first)
+    own = (torch.from_numpy(index), torch.from_numpy(table), torch.from_numpy(high), torch.from_numpy(first))
     longer = [i for i, single in enumerate(alone) if spans[i].length and not single]
     chunks = [(int(slices[i, layout.BEGIN]), spans[i]) for i in longer]
     return {
         window: [_plan_chunk(*at, window, config.kv_heads, block_size) for at in chunks] for window in windows
     }, {
-        window: _rows_within(window, *own, high, longest, width * block_size) if count else None for window in windows
+        window: _rows_within(window, *own, runs, most, high, longest, width * block_size) if count else None
+        for window in windows
     }
 
 
@@ -181,7 +192,8 @@ def _mask(start: int, length: int, first: int, window: int | None) -> Tensor:
 
 
 def _rows_within(
-    window: int | None, index: Tensor, table: Tensor, high: Tensor, ends: np.ndarray, longest: int, tokens: int
+    window: int | None, index: Tensor, table: Tensor, high: Tensor, first: Tensor, runs: int, most: int,
+    ends: np.ndarray, longest: int, tokens: int,
 ) -> Rows:  # fmt: skip
     low = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
     mask = None
@@ -189,7 +201,8 @@ def _rows_within(
         token = np.arange(tokens)
         hidden = torch.from_numpy((token >= ends[:, None]) | (token < low[:, None]))
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
-    return Rows(index, table, torch.from_numpy(low), high, mask, min(longest, window or longest))
+    seen = min(longest, window + most - 1 if window else longest)
+    return Rows(index, table, torch.from_numpy(low), high, mask, first, runs, most, seen)
 
 
 def _tiled() -> bool:
@@ -277,8 +290,9 @@ def _rows_in_place(heads: Tensor, cache: KVCache, layer: int, rows: Rows, out: T
     kv, dims = cache.kv_heads, cache.head_dim
     kernels.attend_rows(
         heads.data_ptr(), heads.stride(0) * 4, *cache.addresses[layer], rows.index.data_ptr(), rows.table.data_ptr(),
-        rows.table.shape[1], rows.low.data_ptr(), rows.high.data_ptr(), rows.index.shape[0], dims**-0.5,
-        out.shape[1] // dims // kv, kv, cache.block_size, dims, cache.element, kernels.num_threads(), out.data_ptr(),
+        rows.table.shape[1], rows.low.data_ptr(), rows.high.data_ptr(), rows.first.data_ptr(), rows.runs, rows.most,
+        rows.longest, dims**-0.5, out.shape[1] // dims // kv, kv, cache.block_size, dims, cache.element,
+        kernels.num_threads(), out.data_ptr(),
     )  # fmt: skip
 
 

@@ -48,12 +48,14 @@ class Chain:
 
     def _grow(self, rows: int) -> None:
         """Room for so many sequences."""
-        self.every, self.seen = np.arange(rows), np.zeros((1 + len(self.windows), rows), np.int64)
+        self.every, self.first = np.arange(rows), np.arange(rows + 1)
+        self.seen = np.zeros((1 + len(self.windows), rows), np.int64)
         self.memory, self.whole = [torch.empty(rows, width) for width in self.widths], np.array([ALL] * rows)
         self.buffers = np.array([*(one.data_ptr() for one in self.memory), 0, self.progress.ctypes.data])
         self.plans = np.zeros((len(self.windows), kernels.PLAN_FIELDS), np.int64)
         self.plans[:, kernels.WINDOW], self.plans[:, kernels.ROW_INDEX] = self.windows, self.every.ctypes.data
         self.plans[:, kernels.ROW_HIGH] = self.seen.ctypes.data
+        self.plans[:, kernels.RUN_FIRST], self.plans[:, kernels.RUN_MOST] = self.first.ctypes.data, 1
         self.plans[:, kernels.ROW_LOW] = [seen.ctypes.data for seen in self.seen[1:]]
 
     def draw(self, links: Seq[Link], keep: bool) -> list[tuple[list[int], Tensor | None]]:

@@ -10,8 +10,8 @@ from paceline.engine.kernels.layers import (
     DIMS,
     HIDDEN,
     KV_HEADS,
-    ROW_COUNT,
-    ROW_LONGEST,
+    RUN_COUNT,
+    RUN_LONGEST,
     SIZE_,
     SPACE,
     TURNS,
@@ -53,8 +53,8 @@ def _feed(k, rows, shape, plans, buffers, lines, fed, drawn, tables, table, turn
             seen[1 + w, i] = max(0, position + 1 - plans[w, WINDOW]) if plans[w, WINDOW] else 0
         longest = max(longest, position + 1)
     for w in range(plans.shape[0]):
-        plans[w, ROW_COUNT] = rows
-        plans[w, ROW_LONGEST] = min(longest, plans[w, WINDOW]) if plans[w, WINDOW] else longest
+        plans[w, RUN_COUNT] = rows
+        plans[w, RUN_LONGEST] = min(longest, plans[w, WINDOW]) if plans[w, WINDOW] else longest
 
 
 @linked

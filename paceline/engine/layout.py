@@ -29,21 +29,26 @@ def place_tokens(slices: np.ndarray, size: int, kv_heads: int, positions: np.nda
 
 
 @njit(**OPTIONS)
-def place_rows(slices: np.ndarray, size: int, index: np.ndarray, ends: np.ndarray, table: np.ndarray) -> None:
-    """Of tokens that are rows: index among the step's tokens, how many tokens they see, and block ids [rows, most]
-    (zeros behind those).
+def place_rows(
+    slices: np.ndarray, size: int, most: int, index: np.ndarray, ends: np.ndarray, table: np.ndarray, first: np.ndarray
+) -> int:
+    """Of tokens that are rows: index among the step's tokens, how many tokens they see, and block ids [rows, blocks]
+    (zeros behind those). Up to `most` of a slice are a run, rows [first[r], first[r + 1]); returns how many runs.
 
-    Threads take rows in turn: longest first gives them about the same work.
+    Threads take runs in turn: longest first gives them about the same work.
     """
-    count, at = len(index), 0
-    seen, place, owner = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)
-    for i, line in enumerate(slices):
-        for n in range(line[LENGTH]):
-            seen[at], place[at], owner[at] = line[START] + n + 1, line[BEGIN] + n, i
+    at, runs = 0, 0
+    for i in np.argsort(-(slices[:, START] + slices[:, LENGTH]), kind="mergesort"):
+        line = slices[i]
+        blocks, length = carray(longs(line[BLOCKS]), (line[NUM_BLOCKS],)), line[LENGTH]
+        parts = (length + most - 1) // most
+        for n in range(length):
+            if n * parts // length != (n - 1) * parts // length:
+                first[runs] = at
+                runs += 1
+            index[at], ends[at] = line[BEGIN] + n, line[START] + n + 1
+            for b in range((ends[at] + size - 1) // size):
+                table[at, b] = blocks[b]
             at += 1
-    for j, i in enumerate(np.argsort(-seen, kind="mergesort")):
-        line = slices[owner[i]]
-        index[j], ends[j] = place[i], seen[i]
-        blocks = carray(longs(line[BLOCKS]), (line[NUM_BLOCKS],))
-        for b in range((seen[i] + size - 1) // size):
-            table[j, b] = blocks[b]
+    first[runs] = at
+    return runs

@@ -151,10 +151,14 @@ def test_the_bits_of_a_prompt_do_not_depend_on_its_chunks(dtype: torch.dtype) ->
 @pytest.mark.skipif(attention.kernels is None, reason="keys are gathered, and sums are torch's")
 @pytest.mark.parametrize("window", [None, 3, 30])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (7, 1)])
+@pytest.mark.parametrize("most", [None, 4])
 def test_the_bits_of_a_verification_are_those_of_single_tokens(
-    heads: tuple[int, int], window: int | None, dtype: torch.dtype
+    most: int | None, heads: tuple[int, int], window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of a sequence pass over its keys together; others have the same prefix, or end where it begins."""
+    """Rows of a sequence pass over its keys together, where scores are many so many at a time; others have the same
+    prefix, or end where it begins."""
+    if most:
+        monkeypatch.setattr(attention.kernels, "most_of_run", lambda group, longest: most)
     model, generator = config(window, *heads), torch.Generator().manual_seed(4)
     prefix, past = list(range(6)), torch.randn(2, 24, model.kv_heads, model.head_dim, generator=generator)
     tables = [[*prefix, 6, 7, 8], [*prefix, 9, 10], [*prefix, 11], [*prefix, 12, 13, 14]]
@@ -175,6 +179,8 @@ def test_the_bits_of_a_verification_are_those_of_single_tokens(
             singles.append(attended(caches[0], queries[row : row + 1], [SliceSpan(24 + at, 1, span.blocks)]))
             row += 1
     assert torch.equal(attended(caches[1], queries, spans), torch.cat(singles))
+    rows = plan_step(spans, model, 4).rows[model.windows[0]]
+    assert torch.diff(rows.first[: rows.runs + 1]).tolist() == ([4, 4, 3, 3, 3, 3, 3, 3, 1] if most else [11, 9, 6, 1])
 
 
 @DTYPES

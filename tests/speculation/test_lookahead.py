@@ -263,7 +263,7 @@ def test_bad_drafts_are_tried_in_a_row():
 
 def test_tokens_of_a_verification_share_what_they_read():
     """Behind 99 tokens a step takes 0.2 with one token, half of it to read; half as much again would not pay."""
-    assert StepShape().add(1000, 5, True, 4).decode_context == 1000 + 4 * 350
+    assert StepShape().add(1000, 5, True, 4).decode_context == 1000 + 4 * 10 * AGAIN < 1500
     lookahead = taught(Lookahead(Costs([0.1] * 600, context=0.1 / 99), None), 0.4)
     assert chosen(lookahead, 1)[0] > 0
     assert chosen(taught(Lookahead(rising(0.1, 0.1), None), 0.4), 1) == [0]

@@ -28,13 +28,15 @@ from paceline.engine.kernels.layers import (
     LAYER_KEYS,
     LAYER_VALUES,
     PLAN_FIELDS,
-    ROW_COUNT,
     ROW_HIGH,
     ROW_INDEX,
-    ROW_LONGEST,
     ROW_LOW,
     ROW_TABLE,
     ROW_WIDTH,
+    RUN_COUNT,
+    RUN_FIRST,
+    RUN_LONGEST,
+    RUN_MOST,
     SPACE,
     WINDOW,
     decoder_layers,
@@ -42,14 +44,14 @@ from paceline.engine.kernels.layers import (
 from paceline.engine.kernels.packing import ELEMENTS, pack
 from paceline.engine.kernels.products import linear, padded
 from paceline.engine.kernels.rotations import rotate_and_store
-from paceline.engine.kernels.rows import attend_rows
+from paceline.engine.kernels.rows import attend_rows, most_of_run
 from paceline.engine.kernels.threads import apart, num_threads, rows_inside, spaces, workspace
 from paceline.processor import HAS_AMX, HAS_BF16, HAS_TILES, HAS_VNNI
 
 __all__ = [
     "ADD", "BYTE", "CHUNK_FIELDS", "COLUMNS", "DEEP", "ELEMENTS", "GATE", "HAS_AMX", "HAS_BF16", "HAS_TILES",
-    "HAS_VNNI", "KEPT_BF16", "LAYER_KEYS", "LAYER_VALUES", "LINE", "PLAN_FIELDS", "ROW_COUNT", "ROW_HIGH",
-    "ROW_INDEX", "ROW_LONGEST", "ROW_LOW", "ROW_TABLE", "ROW_WIDTH", "SPACE", "STORE", "TOGETHER", "WINDOW",
-    "apart", "attend_chunk", "attend_rows", "block_floats", "decoder_layers", "linear", "num_threads", "pack",
-    "padded", "rotate_and_store", "rows_inside", "spaces", "workspace",
+    "HAS_VNNI", "KEPT_BF16", "LAYER_KEYS", "LAYER_VALUES", "LINE", "PLAN_FIELDS", "ROW_HIGH", "ROW_INDEX",
+    "ROW_LOW", "ROW_TABLE", "ROW_WIDTH", "RUN_COUNT", "RUN_FIRST", "RUN_LONGEST", "RUN_MOST", "SPACE", "STORE",
+    "TOGETHER", "WINDOW", "apart", "attend_chunk", "attend_rows", "block_floats", "decoder_layers", "linear",
+    "most_of_run", "num_threads", "pack", "padded", "rotate_and_store", "rows_inside", "spaces", "workspace",
 ]  # fmt: skip

@@ -30,7 +30,8 @@ from paceline.engine.kernels.threads import wait
 QKV, OUT, GATE_UP, DOWN = 0, 3, 6, 9  # weights, their scales (or 0), bias
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM, LAYER_KEYS, LAYER_VALUES, LAYER_WINDOW, LAYER_FIELDS = range(12, 20)
 HIDDEN, INNER, Q_HEADS, KV_HEADS, DIMS, SIZE_, ELEMENT, SHAPE_FIELDS = range(8)  # the last: bytes of a kept number
-WINDOW, ROW_INDEX, ROW_TABLE, ROW_WIDTH, ROW_LOW, ROW_HIGH, ROW_COUNT, ROW_LONGEST, PLAN_FIELDS = range(9)
+WINDOW, ROW_INDEX, ROW_TABLE, ROW_WIDTH, ROW_LOW, ROW_HIGH, RUN_FIRST, RUN_COUNT, RUN_MOST, RUN_LONGEST = range(10)
+PLAN_FIELDS = 10
 CHUNK_BEGIN, CHUNK_COUNT, CHUNK_START, CHUNK_TABLE, CHUNK_FIELDS = range(5)
 X, TURNS, WHERE, HEADS, MIXED, INSIDE, SPACE, PROGRESS, BUFFER_FIELDS = range(9)
 
@@ -51,10 +52,11 @@ def some_layers(
     mixed_stride, inside_stride = q_heads * dims * 4 + LINE, inner * 4 + LINE
     x, heads, mixed, inside = buffers[X], buffers[HEADS], buffers[MIXED], buffers[INSIDE]
     gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
-    longest = max(plans[:, ROW_LONGEST].max(), last_plans[:, ROW_LONGEST].max())
-    count = max(plans[:, ROW_COUNT].max(), last_plans[:, ROW_COUNT].max())
-    together = heads_together(count, kv_heads, group, longest, size * dims * element, threads)
-    mine = np.empty(row_floats(together, group, dims, longest), np.float32)
+    longest = max(plans[:, RUN_LONGEST].max(), last_plans[:, RUN_LONGEST].max())
+    runs = max(plans[:, RUN_COUNT].max(), last_plans[:, RUN_COUNT].max())
+    most = max(plans[:, RUN_MOST].max(), last_plans[:, RUN_MOST].max())
+    together = heads_together(runs, most, kv_heads, group, longest, size * dims * element, threads)
+    mine = np.empty(row_floats(together, most, group, dims, longest), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
     part, parts, low, high, prepared, between = t, threads, 0, rows, shared, inside
@@ -78,11 +80,11 @@ def some_layers(
             values, element, begin, end,
         )  # fmt: skip
         turn = wait(gate, turn, threads)
-        if plan[ROW_COUNT]:
+        if plan[RUN_COUNT]:
             some_rows(
                 t, threads, together, heads, width * 4, keys, values, plan[ROW_INDEX], plan[ROW_TABLE],
-                plan[ROW_WIDTH], plan[ROW_LOW], plan[ROW_HIGH], plan[ROW_COUNT], scale, group, kv_heads, size, dims,
-                element, mixed, mixed_stride, mine.ctypes.data,
+                plan[ROW_WIDTH], plan[ROW_LOW], plan[ROW_HIGH], plan[RUN_FIRST], plan[RUN_COUNT], scale, group,
+                kv_heads, size, dims, element, mixed, mixed_stride, mine.ctypes.data,
             )  # fmt: skip
         for number in range(some_chunks.shape[0]):
             chunk = some_chunks[number]

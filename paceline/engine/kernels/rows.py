@@ -14,6 +14,7 @@ from paceline.engine.addresses import floats as _floats
 from paceline.engine.addresses import longs as _longs
 from paceline.engine.kernels import vectors as v
 from paceline.engine.kernels.common import F32, I64, LONG, by_hand, kernel
+from paceline.engine.kernels.memory import copy
 from paceline.engine.kernels.vectors import SUMS
 from paceline.processor import HAS_AVX512
 
@@ -163,113 +164,140 @@ def _score(form, query, keys, count, dims, element, ahead, scores, width):
         row += SCORED[shape][1]
 
 
-@kernel(I64(*[I64] * 6))
-def heads_together(rows, kv_heads, group, longest, block, threads):
-    """Key-value heads of a token that a thread attends to together, since what a block has of them is in a row: as many
+def most_of_run(group: int, longest: int) -> int:
+    """Rows whose scores of so many tokens stay in the second cache, for one key-value head."""
+    return max(1, MOST_SCORES // (4 * group * (longest + 32)))
+
+
+@kernel(I64(*[I64] * 7))
+def heads_together(runs, most, kv_heads, group, longest, block, threads):
+    """Key-value heads of a run that a thread attends to together, since what a block has of them is in a row: as many
     as fill NEIGHBOURS, where their scores stay in the second cache and all threads have at least two such items."""
-    heads, scores = 1, 4 * group * scores_of(longest)
+    heads, scores = 1, 4 * most * group * scores_of(longest)
     while (
         heads * block < NEIGHBOURS and kv_heads % (2 * heads) == 0 and 2 * heads * scores <= MOST_SCORES
-        and rows * kv_heads >= 4 * heads * threads
+        and runs * kv_heads >= 4 * heads * threads
     ):  # fmt: skip
         heads *= 2
     return heads
 
 
-@kernel(types.void(*[I64] * 16))
+@kernel(types.void(*[I64] * 17))
 def _some_heads(
-    query, keys, values, table, head, heads, kv_heads, low, high, size, scores, out, group, dims, element, following
+    query, keys, values, table, head, heads, kv_heads, low, high, run, size, scores, out, group, dims, element,
+    following,
 ):  # fmt: skip
-    """One token's query heads of key-value heads [head, head + heads) over tokens [low, high); adds to out
-    [heads * group, dims].
+    """A run's query heads of key-value heads [head, head + heads), token i over tokens [low[i], high[i]); adds to out.
+    Queries and out are [heads, run, group, dims].
+
+    What all of the run see of a block is read once for all; each number is made as if its token were alone.
 
     The processor's own fetching ends where what is read does not go on. So line by line, as a head's part of a block is
     read, what comes a little later is fetched, and with the last head's what the first one has in the next block, at
     last in that at `following` (0: none): many at once would be more than a core can wait for.
     """
-    first, last, width = low // size, (high - 1) // size, scores_of(high - low)
+    lows, highs = carray(_longs(low), (run,)), carray(_longs(high), (run,))
+    lowest, highest, latest, least = lows[0], highs[0], lows[0], highs[0]
+    for i in range(1, run):
+        lowest, latest = min(lowest, lows[i]), max(latest, lows[i])
+        highest, least = max(highest, highs[i]), min(least, highs[i])
+    first, last, width = lowest // size, (highest - 1) // size, scores_of(highest - lowest)
     places, block = carray(_longs(table), (last + 1,)), size * dims * element
     for part in (keys, values):
         for b in range(first, last + 1):
-            begin, end = max(b * size, low), min((b + 1) * size, high)
+            some = run if latest <= b * size and (b + 1) * size <= least else 1
             for h in range(heads):
-                here = part + (places[b] * kv_heads + head + h) * block
+                start = part + (places[b] * kv_heads + head + h) * block
                 after = following
                 if h + 1 < heads:
-                    after = here + min(block, NEAR)
+                    after = start + min(block, NEAR)
                 elif b < last:
                     after = part + (places[b + 1] * kv_heads + head) * block
                 elif part == keys:
                     after = values + (places[first] * kv_heads + head) * block
-                ahead = after - here if after != 0 else 0
-                here += (begin - b * size) * dims * element
-                g, of_head, score = 0, h * group, scores + (begin - low) * 4
-                while g < group:
-                    form = 0
-                    while HEADS[form] > group - g:
-                        form += 1
-                    mine, to = score + (of_head + g) * width * 4, (of_head + g) * dims * 4
-                    if part == keys:
-                        _score(form, query + to, here, end - begin, dims, element, ahead, mine, width)
-                    else:
-                        kept = len(HEADS) * (element == 2)
-                        _mix_some(kept + form, mine, width, here, end - begin, dims, ahead, out + to)
-                    ahead, g = 0, g + HEADS[form]
-        for g in range(heads * group if part == keys else 0):
-            _weigh(scores + g * width * 4, high - low)
+                ahead = after - start if after != 0 else 0
+                for row in range(0, run, some):
+                    begin, end = max(b * size, lows[row]), min((b + 1) * size, highs[row])
+                    g, of_row, score = 0, (h * run + row) * group, scores + (begin - lowest) * 4
+                    here = start + (begin - b * size) * dims * element
+                    while g < some * group and begin < end:
+                        form = 0
+                        while HEADS[form] > some * group - g:
+                            form += 1
+                        mine, to = score + (of_row + g) * width * 4, (of_row + g) * dims * 4
+                        if part == keys:
+                            _score(form, query + to, here, end - begin, dims, element, ahead, mine, width)
+                        else:
+                            kept = len(HEADS) * (element == 2)
+                            _mix_some(kept + form, mine, width, here, end - begin, dims, ahead, out + to)
+                        ahead, g = 0, g + HEADS[form]
+        for h in range(heads if part == keys else 0):
+            for row in range(run):
+                for g in range(group):
+                    score = scores + (((h * run + row) * group + g) * width + lows[row] - lowest) * 4
+                    _weigh(score, highs[row] - lows[row])
 
 
 @linked
-@kernel(types.void(*[I64] * 13, F32, *[I64] * 8))
+@kernel(types.void(*[I64] * 14, F32, *[I64] * 8))
 def some_rows(
-    t, threads, heads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads,
-    size, dims, element, out, out_stride, own,
+    t, threads, heads, queries, stride, keys, values, index, table, width, low, high, first, runs, scale, group,
+    kv_heads, size, dims, element, out, out_stride, own,
 ):  # fmt: skip
     """A thread's share of `attend_rows`, so many key-value heads at a time; `own` is for `row_floats`."""
-    row_of = carray(_longs(index), (rows,))
-    begin, end = carray(_longs(low), (rows,)), carray(_longs(high), (rows,))
-    numbers = heads * group * dims
-    query, parts = carray(_floats(own), (numbers,)), kv_heads // heads
-    for item in range(t, rows * parts, threads):
-        part = item // rows  # by heads: what rows of a verification read is then still in the caches
-        row = (item + part) % rows  # not the same ones for a thread every time: some read much more than others
-        source = carray(_floats(queries + row_of[row] * stride + part * numbers * 4), (numbers,))
-        target = out + row_of[row] * out_stride + part * numbers * 4
-        for i in range(numbers):
-            query[i] = source[i] * scale
-        carray(_floats(target), (numbers,))[:] = np.float32(0.0)
+    bounds, numbers, parts = carray(_longs(first), (runs + 1,)), group * dims, kv_heads // heads
+    row_of = carray(_longs(index), (bounds[runs],))
+    for item in range(t, runs * parts, threads):
+        part = item // runs  # by heads: what others of a sequence read is then still in the caches
+        at = (item + part) % runs  # not the same ones for a thread every time: some read much more than others
+        begin, run = bounds[at], bounds[at + 1] - bounds[at]
+        query, mixed = own, own + heads * run * numbers * 4
+        for h in range(heads):
+            for i in range(run):
+                to = (h * run + i) * numbers * 4
+                some = carray(_floats(query + to), (numbers,))
+                source = queries + row_of[begin + i] * stride + (part * heads + h) * numbers * 4
+                carray(_floats(mixed + to), (numbers,))[:] = np.float32(0.0)
+                for d in range(numbers):
+                    some[d] = carray(_floats(source), (numbers,))[d] * scale
         later = item + threads
-        then, following = (later % rows + later // rows) % rows, 0
-        if later < rows * parts:
-            place = carray(_longs(table + then * width * 8), (width,))[begin[then] // size]
-            following = keys + (place * kv_heads + later // rows * heads) * size * dims * element
+        then, following = (later % runs + later // runs) % runs, 0
+        if later < runs * parts:
+            then = bounds[then + 1] - 1
+            place = carray(_longs(table + then * width * 8), (width,))[carray(_longs(low), (then + 1,))[then] // size]
+            following = keys + (place * kv_heads + later // runs * heads) * size * dims * element
         _some_heads(
-            own, keys, values, table + row * width * 8, part * heads, heads, kv_heads, begin[row], end[row], size,
-            own + numbers * 4, target, group, dims, element, following,
+            query, keys, values, table + (begin + run - 1) * width * 8, part * heads, heads, kv_heads, low + begin * 8,
+            high + begin * 8, run, size, mixed + heads * run * numbers * 4, mixed, group, dims, element, following,
         )  # fmt: skip
+        for h in range(heads):
+            for i in range(run):
+                target = out + row_of[begin + i] * out_stride + (part * heads + h) * numbers * 4
+                copy(target, mixed + (h * run + i) * numbers * 4, numbers * 4)
 
 
-@kernel(I64(*[I64] * 4), inline="always")
-def row_floats(heads, group, dims, longest):
-    """Of a thread that attends to tokens one by one: queries, and scores of the longest."""
-    return heads * group * (dims + scores_of(longest))
+@kernel(I64(*[I64] * 5), inline="always")
+def row_floats(heads, most, group, dims, longest):
+    """Of a thread that attends to runs: queries, what they attend to, and scores of the longest."""
+    return heads * most * group * (2 * dims + scores_of(longest))
 
 
 @kernel(parallel=True)  # compiled when first called: `decoder_layers` does without
 def attend_rows(
-    queries, stride, keys, values, index, table, width, low, high, rows, scale, group, kv_heads, size, dims, element,
-    threads, out,
+    queries, stride, keys, values, index, table, width, low, high, first, runs, most, longest, scale, group, kv_heads,
+    size, dims, element, threads, out,
 ):  # fmt: skip
     """Single tokens: queries[index[i]] over tokens [low[i], high[i]) of table[i] [width], to out[index[i]].
 
-    Keys are read in place, each once for the `group` of query heads that share it: torch has no paged attention on CPU,
-    and gathering would write and read every key once more. Threads take items in turn: rows should come longest first.
+    Rows [first[r], first[r + 1]), up to `most`, are a run: of one sequence, whose keys and values are read once for all
+    of them, as for the `group` of query heads that share them. `longest`: tokens that a run sees in all. Keys are read
+    in place: torch has no paged attention on CPU, and gathering would write and read every key once more. Threads take
+    runs in turn: the longest should come first.
     """
-    longest = (carray(_longs(high), (rows,)) - carray(_longs(low), (rows,))).max()
-    heads = heads_together(rows, kv_heads, group, longest, size * dims * element, threads)
+    heads = heads_together(runs, most, kv_heads, group, longest, size * dims * element, threads)
     for t in prange(threads):
-        own = np.empty(row_floats(heads, group, dims, longest), np.float32)
+        own = np.empty(row_floats(heads, most, group, dims, longest), np.float32)
         some_rows(
-            t, threads, heads, queries, stride, keys, values, index, table, width, low, high, rows, scale, group,
+            t, threads, heads, queries, stride, keys, values, index, table, width, low, high, first, runs, scale, group,
             kv_heads, size, dims, element, out, kv_heads * group * dims * 4, own.ctypes.data,
         )  # fmt: skip
