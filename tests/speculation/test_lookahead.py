@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from paceline.core.batch import FOLLOWED, FOLLOWED_OF, StepShape
+from paceline.core.batch import AGAIN, FOLLOWED, FOLLOWED_OF, StepShape
 from paceline.core.request import ASKED, COMPUTED, KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_COLUMNS, PROMPT, SamplingParams
 from paceline.latency.step_time import StepTime
 from paceline.speculation.choice import REST
