@@ -133,10 +133,10 @@ def _stamp(*files: Path) -> tuple[tuple[float, int], ...]:
 
 
 _ROOT = Path(__file__).parent
+CORE = _ROOT / "core/batch.py", _ROOT / "core/request.py"  # whose constants are compiled into what imports them
 # what entry points of the scheduler are made of, constants too, as it was when the first of it was imported
 STAMP = _stamp(
-    Path(__file__), *sorted((_ROOT / "batching").glob("*.py")), _ROOT / "core/request.py",
-    _ROOT / "latency/step_time.py",
+    Path(__file__), *sorted((_ROOT / "batching").glob("*.py")), *CORE, _ROOT / "latency/step_time.py"
 )  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def watched(signature: Any, *others: Path) -> Callable[[F], F]:
     anew after changes in any of what it is made of. Parts that are in its own file are not to be kept, unless they are
     watched as well.
 
-    `others`: files of what is no function of Numba's, but writes code that it compiles.
+    `others`: files of constants, and of what is no function of Numba's, but writes code that it compiles.
     """
 
     def decorate(function: F) -> F:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from paceline.compiled import FLOATS, Handle, Pointer, _made_of
+from paceline.compiled import CORE, FLOATS, STAMP, Handle, Pointer, _made_of
 from paceline.simulator import steps, world
-from paceline.speculation import choice
+from paceline.speculation import choice, costs, lookahead
 
 SOURCE = """
 from paceline.compiled import I64, entry, part
@@ -125,6 +125,14 @@ def test_the_kernels_are_compiled_anew_after_changes_in_any_file_of_theirs():
     assert len(stamps) > 20
     for file in common.FILES:
         assert all((file.stat().st_mtime, file.stat().st_size) in stamp for stamp in stamps), file
+
+
+def test_what_speculation_keeps_is_compiled_anew_after_changes_in_constants_of_the_core():
+    kept = choice.choose_at_pace, costs.expected, lookahead.rests, lookahead.wake, lookahead.observe_seconds
+    for file in CORE:
+        stamp = (file.stat().st_mtime, file.stat().st_size)
+        assert stamp in STAMP
+        assert all(stamp in one._cache._cache_file._source_stamp for one in (*kept, lookahead.observe)), file
 
 
 def test_compiling_leaves_no_garbage_where_nobody_looks_for_it(tmp_path):

@@ -25,7 +25,8 @@ from paceline.batching.state import (
 from paceline.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, making, part
 from paceline.core.batch import StepShape
 from paceline.latency.step_time import predicted
-from paceline.latency.tiles import ENOUGH
+
+AGAIN = 0.1  # of a step's time, at most, for the next one to read again what this one has read
 
 seconds = part(predicted)
 
@@ -38,8 +39,8 @@ class GoalBudget:
     so that few decodes at short contexts leave more to the prompts. The goal is the group's or a request's, whichever
     is tighter. A step that keeps no decode waiting, in it or behind it in a pipeline, has none.
 
-    The knee is of steps without contexts. Each chunk reads again all that its prompt had before, so where much has to
-    be read steps are wider: until that takes no larger share of their time than steps of the knee lose to wider ones.
+    The knee is of steps without contexts. A chunk reads again all that its prompt had before, so where that is much,
+    and decodes leave few tokens of the knee, steps are wider: until it is a tenth of their time.
 
     The goal counts with a margin, and predictions at the pace that the machine has shown of late.
 
@@ -130,9 +131,9 @@ def widest(
         step[:] = shape
         again = fill(step, prompts, middle * tile)
         took = seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6]))
-        if free:  # the narrowest from the knee on that leaves no more to be read again than the knee loses
-            loses = terms[3] * (again > 0) + terms[4] * again > (1 - ENOUGH) * took
-            low, high = (middle + 1, high) if loses else (low, middle)
+        if free:  # the narrowest from the knee on that leaves little to be read again
+            much = terms[3] * (again > 0) + terms[4] * again > AGAIN * took
+            low, high = (middle + 1, high) if much else (low, middle)
         else:  # the widest, filled from the prompts in order, that is within the goal
             over = (took * wide if step[0] >= COMPUTES else took) > goal
             low, high = (low, middle - 1) if over else (middle, high)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 CHANGE_COST = 16.0  # a change of tile must make what was measured e^8 times likelier
 NOISE = 0.005  # relative: the least that repeated medians differ by
 PARAMETERS = 3  # of an octave's quadratic
-ENOUGH = 0.95  # of the tokens a second of the steps that compute most of them
 
 Tiles = tuple[tuple[int, int], ...]  # (from so many tokens on, tile), ascending
 
@@ -76,7 +75,7 @@ def find_cliffs(times: Mapping[int, float], least: float) -> list[Cliff]:
     return [cliff for cliff in rises if cliff.rise > least]
 
 
-def find_knee(seconds: Callable[[int], float], tile: int, maximum: int, share: float = ENOUGH) -> int:
+def find_knee(seconds: Callable[[int], float], tile: int, maximum: int, share: float = 0.95) -> int:
     """The smallest multiple of the tile that computes at least `share` of the best tokens a second, up to `maximum`.
 
     Wider steps only delay the decodes that ride in them (SARATHI, section 3.1: prefill saturates).

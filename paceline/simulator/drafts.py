@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.batching.moves import goal_of_step, pending
+from paceline.batching.moves import goal_of_step, pending, width_without_drafts
 from paceline.batching.state import (
     ADAPTIVE,
     DRAFT,
@@ -122,6 +122,8 @@ def draft(d: Drafts, g: int, s: State) -> None:
         running, waits = s.running[: s.now[RUNNING]], pending(s, budget, False)
         if rests(d.rest[g], running, waits):
             return
+        if waits:
+            budget = width_without_drafts(s)
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
         s.factors[SPENT], _, _ = choose(  # type: ignore[no-untyped-call]
             s.numbers, s.drafts, running, d.counts[g], d.group[g], d.kinds[g], d.unread[g], waits, budget,

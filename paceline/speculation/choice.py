@@ -20,7 +20,7 @@ long anyway.
 import numpy as np
 from numba import njit
 
-from paceline.compiled import F64, FLOATS, I64, INTS, INTS_2D, array_of, making, part, watched
+from paceline.compiled import CORE, F64, FLOATS, I64, INTS, INTS_2D, array_of, making, part, watched
 from paceline.core.batch import AGAIN
 from paceline.core.request import (
     ASKED,
@@ -286,7 +286,8 @@ def choose(  # type: ignore[no-untyped-def]
     F64(
         INTS_2D, INTS, INTS, COUNTS, COUNTS, INTS, INTS, I64, I64, F64, FLOATS, FLOATS, F64, F64, FLOATS, F64, F64,
         FLOATS, FLOATS, INTS, INTS, INTS,
-    )
+    ),
+    *CORE,
 )  # fmt: skip
 @njit(cache=True)
 def choose_at_pace(  # type: ignore[no-untyped-def]

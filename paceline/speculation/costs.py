@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from paceline.compiled import F64, FLOATS, I64, part, watched
+from paceline.compiled import CORE, F64, FLOATS, I64, part, watched
 from paceline.core.batch import AGAIN
 from paceline.core.request import MAX_DRAFT_TOKENS
 from paceline.latency.step_time import StepTime
@@ -68,7 +68,7 @@ def reading(linear, tokens, more):  # type: ignore[no-untyped-def]
     return max(0.0, seconds_of(linear, 0.0, 0.0, tokens + more, 0) - seconds_of(linear, 0.0, 0.0, tokens, 0))
 
 
-@watched(types.UniTuple(F64, 3)(BYTES, I64, I64, FLOATS, F64, F64, FLOATS, F64, F64))
+@watched(types.UniTuple(F64, 3)(BYTES, I64, I64, FLOATS, F64, F64, FLOATS, F64, F64), *CORE)
 @njit(cache=True)
 def expected(  # type: ignore[no-untyped-def]
     drafted, unread, read, linear, token, context, draft_linear, draft_token, draft_context

@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from paceline.compiled import BOOL, F64, FLOATS, FLOATS_2D, I64, INTS, VOID, watched
+from paceline.compiled import BOOL, CORE, F64, FLOATS, FLOATS_2D, I64, INTS, VOID, watched
 from paceline.core.batch import follows
 from paceline.core.request import MAX_DRAFT_TOKENS, NUM_KINDS
 from paceline.speculation.choice import COUNTS, THRESHOLDS, TRIES, choose_at_pace
@@ -166,7 +166,7 @@ class Lookahead:
 _follows = njit(BOOL(I64), cache=True)(follows)
 
 
-@watched(BOOL(INTS, INTS, I64))
+@watched(BOOL(INTS, INTS, I64), *CORE)
 @njit(cache=True)
 def rests(rest, running, pending):  # type: ignore[no-untyped-def]
     """As `Lookahead.rests`."""
@@ -176,7 +176,7 @@ def rests(rest, running, pending):  # type: ignore[no-untyped-def]
     return rest[0] > 0 and pending == 0 and i == count
 
 
-@watched(VOID(I64, F64, INTS, COUNTS, INTS, INTS, FLOATS, FLOATS, FLOATS_2D))
+@watched(VOID(I64, F64, INTS, COUNTS, INTS, INTS, FLOATS, FLOATS, FLOATS_2D), *CORE)
 @njit(cache=True)
 def wake(steps, seconds, rest, counts, unread, idle, spare, mean, covariance):  # type: ignore[no-untyped-def]
     """Learns of so many steps at rest, which took so long: each yielded a token for each of the sequences."""
@@ -193,7 +193,8 @@ def wake(steps, seconds, rest, counts, unread, idle, spare, mean, covariance):  
 @watched(
     VOID(
         ROW, BYTES, I64, F64, F64, INTS, FLOATS, F64, F64, FLOATS, F64, F64, FLOATS, FLOATS_2D, FLOATS, FLOATS, BOOL,
-    )
+    ),
+    *CORE,
 )  # fmt: skip
 @njit(cache=True)
 def observe_seconds(  # type: ignore[no-untyped-def]
@@ -218,7 +219,7 @@ def observe_seconds(  # type: ignore[no-untyped-def]
         spare[i] = min(spare[i] + TRIES[i] * seconds, most) if begun else most
 
 
-@watched(VOID(ROW, ROW, ROW, BYTES, BYTES, COUNTS, COUNTS, INTS, INTS, ROW))
+@watched(VOID(ROW, ROW, ROW, BYTES, BYTES, COUNTS, COUNTS, INTS, INTS, ROW), *CORE)
 @njit(cache=True)
 def observe(slots, known, asked, drafted, emitted, counts, group, kinds, unread, idle):  # type: ignore[no-untyped-def]
     idle[0] = 0 if drafted.any() else idle[0] + 1

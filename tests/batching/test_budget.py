@@ -105,13 +105,14 @@ def test_without_a_goal_steps_widen_until_contexts_are_not_read_too_often():
     for _ in range(500):
         budget = GoalBudget(*TIMES, rng.choice((1, 8, 16)), rng.choice((32, 128)), 512)
         shape = decodes(rng.randint(0, 60), rng.choice((10, 3000)))
-        prompts = [(rng.choice((0, 4000, 30_000, 90_000)), rng.choice((5, 90, 2000))) for _ in range(rng.randint(1, 3))]
+        contexts = rng.choices((0, 8000, 60_000, 180_000), k=rng.randint(1, 3))
+        prompts = [(context, rng.choice((5, 90, 2000))) for context in contexts]
         width = budget(shape, prompts, None)
         least = max(budget.knee, (shape.tokens // budget.tile + 1) * budget.tile)
         widths = width, width - budget.tile
         lost = [read_again(prompts, some - shape.tokens) / seconds(taken(shape, prompts, some)) for some in widths]
-        assert lost[0] <= 0.05 or taken(shape, prompts, width) == taken(shape, prompts, budget.maximum)
-        assert width == least or (width > least and lost[1] > 0.05)
+        assert lost[0] <= 0.1 or taken(shape, prompts, width) == taken(shape, prompts, budget.maximum)
+        assert width == least or (width > least and lost[1] > 0.1)
         wider += width > least
     assert 50 < wider < 450
 
