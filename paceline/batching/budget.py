@@ -126,14 +126,17 @@ def widest(
     step = shape.copy()
     fill(step, prompts, maximum)
     low, high = max(knee // tile, decodes + 1) if free else decodes, min(maximum // tile, -(-step[0] // tile))
+    middle = low  # mostly the knee will do
     while low < high:
-        middle = (low + high) // 2 if free else (low + high + 1) // 2
+        if not free:
+            middle = (low + high + 1) // 2
         step[:] = shape
         again = fill(step, prompts, middle * tile)
         took = seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6]))
-        if free:  # the narrowest from the knee on that leaves little to be read again
+        if free:  # from the knee on, until little is left to be read again
             much = terms[3] * (again > 0) + terms[4] * again > AGAIN * took
             low, high = (middle + 1, high) if much else (low, middle)
+            middle = (low + high) // 2
         else:  # the widest, filled from the prompts in order, that is within the goal
             over = (took * wide if step[0] >= COMPUTES else took) > goal
             low, high = (low, middle - 1) if over else (middle, high)

@@ -59,7 +59,7 @@ def step(s: State, decodes: int, context: int, pending: int, whole: int, behind:
     shape[0] = shape[1] = shape[2] = decodes
     shape[3] = context // stages
     if pending > 0:
-        prompts[0, 1] = pending
+        prompts[0, 0], prompts[0, 1] = behind, pending
         goal = s.factors[GOAL] if decodes > 0 else NONE
         width = widest_of(s, within(s, goal) / s.factors[PACE], shape, prompts)
         chunk = min(pending, max(1, min(width, s.limits[TOKEN_BUDGET]) - decodes))

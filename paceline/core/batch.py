@@ -22,8 +22,9 @@ class Slice(NamedTuple):
         return self.start + self.length
 
 
-# percent: what a token of a verification takes beside the one before it, with which it reads (CPU, AVX2, 256 to 3,800
-# tokens: 4 to 9 of floats, 17 of half precision; nobody has measured it on a GPU)
+# percent: what a token of a verification takes beside the one before it, with which it reads (CPU, AVX2, a query head a
+# key, 256 to 3,800 tokens: 4 to 9 of floats, 17 of half precision; more where heads share keys and contexts are long,
+# see `engine.kernels.rows.most_of_run`; nobody has measured it on a GPU)
 AGAIN = 12
 FOLLOWED, FOLLOWED_OF = 32, 512  # steps in which a draft model follows prompts, of so many in a row without drafts
 

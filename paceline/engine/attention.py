@@ -152,7 +152,7 @@ def _attending(
     if count:
         if kernels is not None:
             most = kernels.most_of_run(config.heads // config.kv_heads, longest)
-            most = min(most, max(span.length for span in mine))
+            most = min(most, max(span.length for span in mine), -(-count * config.kv_heads // kernels.num_threads()))
         some = slices if len(mine) == len(spans) else slices[alone]
         runs = layout.place_rows(some, block_size, most, index, high, table, first)
     own = (torch.from_numpy(index), torch.from_numpy(table), torch.from_numpy(high), torch.from_numpy(first))

@@ -102,6 +102,9 @@ def test_without_a_goal_or_a_decode_it_is_the_knee():
 
 def test_without_a_goal_steps_widen_until_contexts_are_not_read_too_often():
     rng, wider = Random(2), 0
+    knee = GoalBudget(*TIMES, 8, 128, 512)
+    assert knee(NOBODY, [(0, 300), (180_000, 2000)], None) == 128, "though wider steps would end in the second prompt"
+    assert knee(NOBODY, [(180_000, 2000)], None) > 128
     for _ in range(500):
         budget = GoalBudget(*TIMES, rng.choice((1, 8, 16)), rng.choice((32, 128)), 512)
         shape = decodes(rng.randint(0, 60), rng.choice((10, 3000)))
