@@ -26,7 +26,7 @@ from paceline.compiled import F64, FLOATS, I64, INTS, INTS_2D, entry, making, pa
 from paceline.core.batch import StepShape
 from paceline.latency.step_time import predicted
 
-AGAIN = 0.1  # of a step's time, at most, for the next one to read again what this one has read
+REREAD = 0.1  # of a step's time, at most, for the next one to read again what this one has read
 
 seconds = part(predicted)
 
@@ -134,7 +134,7 @@ def widest(
         again = fill(step, prompts, middle * tile)
         took = seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6]))
         if free:  # from the knee on, until little is left to be read again
-            much = terms[3] * (again > 0) + terms[4] * again > AGAIN * took
+            much = terms[3] * (again > 0) + terms[4] * again > REREAD * took
             low, high = (middle + 1, high) if much else (low, middle)
             middle = (low + high) // 2
         else:  # the widest, filled from the prompts in order, that is within the goal

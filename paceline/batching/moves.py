@@ -55,6 +55,7 @@ from paceline.batching.state import (
     SLICES,
     SLOT,
     SPARE,
+    SPENT,
     START,
     TAIL,
     TBT,
@@ -169,8 +170,12 @@ def room(s: State) -> int:
 
 
 @part
-def width_without_drafts(s: State) -> int:
-    """Tokens of the next step with all decodes that are ready: what of prompts they leave is certain progress."""
+def width_without_drafts(s: State, pending: int) -> int:
+    """Tokens of the next step with all decodes that are ready, if so many of prompts wait: what of those the decodes
+    leave is certain progress, so it is what drafts are chosen by. The budget: where none wait."""
+    if pending == 0:
+        return s.limits[TOKEN_BUDGET]
+    s.factors[SPENT] = 0.0  # in drafting, so far
     ready, read = _ready(s)
     return _width(s, ready, read)
 

@@ -95,7 +95,7 @@ _take_no_more = entry(VOID, STATE, I64)(moves.take_no_more)
 _end = entry(VOID, STATE, I64)(moves.end)
 _num_cached = entry(I64, STATE, INTS)(blocks.num_cached)
 _pending = entry(I64, STATE, I64, BOOL)(moves.pending)
-_width_without_drafts = entry(I64, STATE)(moves.width_without_drafts)
+_width_without_drafts = entry(I64, STATE, I64)(moves.width_without_drafts)
 _goal_of_step = entry(F64, STATE)(moves.goal_of_step)
 _reset = entry(VOID, STATE)(moves.reset)
 
@@ -269,9 +269,7 @@ class Scheduler:
                 if len(self.flying) >= self.pipeline:
                     return None  # whoever may draft has to be known
                 goal = _goal_of_step(self.handle) + s.factors[BESIDE]
-                if waits:
-                    s.factors[SPENT] = 0.0  # in drafting, so far
-                    budget = _width_without_drafts(self.handle)
+                budget = _width_without_drafts(self.handle, waits)
                 chosen, spent = self.lookahead.choose(s.numbers, s.drafts, order, waits, budget, goal)
                 s.chosen[order] = chosen[order]  # of other slots it holds what was chosen for those before
         s.factors[SPENT], s.factors[BEGIN], s.now[RESTING] = spent, now, resting

@@ -122,8 +122,7 @@ def draft(d: Drafts, g: int, s: State) -> None:
         running, waits = s.running[: s.now[RUNNING]], pending(s, budget, False)
         if rests(d.rest[g], running, waits):
             return
-        if waits:
-            budget = width_without_drafts(s)
+        budget = width_without_drafts(s, waits)
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
         s.factors[SPENT], _, _ = choose(  # type: ignore[no-untyped-call]
             s.numbers, s.drafts, running, d.counts[g], d.group[g], d.kinds[g], d.unread[g], waits, budget,

@@ -40,10 +40,10 @@ def traffic(rng: random.Random, model: str, rate: float, slo: SLO, seconds: floa
 class Seen:
     """What became of requests: first tokens, and the longest gap between tokens of each."""
 
-    def __init__(self, groups: list[GroupConfig], requests: list[Request], share: float = 1.0) -> None:
-        """`share`: of `STEP`, which a stage takes."""
+    def __init__(self, groups: list[GroupConfig], requests: list[Request], share: float = 1.0, step=STEP) -> None:
+        """`share`: of `step`, which a stage takes."""
         outputs = FixedOutputs({r.id: r.max_tokens for r in requests})
-        events = simulate(Controller(groups), requests, lambda batch: share * STEP.seconds(batch.shape), outputs)
+        events = simulate(Controller(groups), requests, lambda batch: share * step.seconds(batch.shape), outputs)
         self.refused = {e.request: e.detail for e in events if e.kind == "rejected"}
         times = defaultdict(list)
         for event in events:
@@ -70,6 +70,17 @@ def test_at_three_times_the_load_admitted_requests_meet_their_goals_and_as_many_
     for seen in (calm, flood):
         assert sum(seen.met()) >= 0.99 * len(seen.met())
     assert sum(flood.met()) >= 0.95 * sum(calm.met())
+
+
+def test_a_prompt_whose_steps_widen_is_foreseen():
+    """Behind many decodes with little left of the knee: as wide as the knee, steps would take three times as long."""
+    model = replace(STEP, chunk_context=1e-5)
+    group = replace(config("a", admission=True), budget=GoalBudget(model.linear, model.terms, 1, 40, 256, margin=0.05))
+    many = [Request(f"a{i}", 20, 600, 0.0, "a") for i in range(31)]
+    took = Seen([replace(group, admission=False)], [*many, Request("b", 3000, 1, 5.0, "a")], step=model).ttft["b"]
+    seen = Seen([group], [*many, Request("b", 3000, 1, 5.0, "a", SLO(ttft=1.3 * took))], step=model)
+    assert not seen.refused, seen.refused
+    assert seen.ttft["b"] == took
 
 
 def encoder(model: str, **options) -> GroupConfig:

@@ -179,8 +179,12 @@ def test_the_bits_of_a_verification_are_those_of_single_tokens(
             singles.append(attended(caches[0], queries[row : row + 1], [SliceSpan(24 + at, 1, span.blocks)]))
             row += 1
     assert torch.equal(attended(caches[1], queries, spans), torch.cat(singles))
+    monkeypatch.setattr(attention.kernels, "num_threads", lambda: 2)
     rows = plan_step(spans, model, 4).rows[model.windows[0]]
     assert torch.diff(rows.first[: rows.runs + 1]).tolist() == ([4, 4, 3, 3, 3, 3, 3, 3, 1] if most else [11, 9, 6, 1])
+    monkeypatch.setattr(attention.kernels, "num_threads", lambda: 99)  # all of whom should have something to do
+    rows = plan_step(spans, model, 4).rows[model.windows[0]]
+    assert rows.most == -(-27 * model.kv_heads // 99) < 4
 
 
 @DTYPES

@@ -255,11 +255,11 @@ def some_rows(
         for h in range(heads):
             for i in range(run):
                 to = (h * run + i) * numbers * 4
-                some = carray(_floats(query + to), (numbers,))
                 source = queries + row_of[begin + i] * stride + (part * heads + h) * numbers * 4
-                carray(_floats(mixed + to), (numbers,))[:] = np.float32(0.0)
+                scaled, plain = carray(_floats(query + to), (numbers,)), carray(_floats(source), (numbers,))
                 for d in range(numbers):
-                    some[d] = carray(_floats(source), (numbers,))[d] * scale
+                    scaled[d] = plain[d] * scale
+                carray(_floats(mixed + to), (numbers,))[:] = np.float32(0.0)
         later = item + threads
         then, following = (later % runs + later // runs) % runs, 0
         if later < runs * parts:
