@@ -119,7 +119,7 @@ def test_attention_of_single_tokens(
 @pytest.mark.parametrize("heads", [(6, 2), (2, 2)])
 def test_attention_of_long_chunks(heads: tuple[int, int], dims: int, window: int | None, dtype: torch.dtype) -> None:
     """Where keys and values are multiplied in pairs, logarithms of weights are rounded to a 128th, they to 8 bits."""
-    parts = [(0, 129), (300, 150), (127, 33), (256, 128), (0, 2), (1, 3), (130, 5)]
+    parts = [(0, 129), (300, 150), (127, 33), (256, 128), (0, 2), (1, 3), (130, 5), (140, 16), (150, 17)]
     pairs = dtype == torch.float16 and dims % 16 == 0 and attention.kernels and attention.kernels.HAS_BF16
     multiplied, error = (torch.bfloat16, (1 + math.log(2)) * 2**-8) if pairs else (torch.float32, 2e-5)
     got, expected = mixed_step(config(window, *heads, dims), parts, dtype, 400, multiplied=multiplied)

@@ -13,38 +13,46 @@ from paceline.engine.kernels.matrix_tiles import set_shape
 from paceline.engine.kernels.memory import halves_to_bf16, recall
 from paceline.engine.kernels.passes import product
 from paceline.engine.kernels.vectors import LOG2E, ROUNDS, SIDES, VECTOR, WHOLE
-from paceline.processor import HAS_AMX, HAS_BF16
+from paceline.processor import HAS_AMX, HAS_AVX512, HAS_BF16
 
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
+FETCHED = 16 if HAS_AVX512 else 8  # tokens whose keys, or values, a tile fetches ahead: all of KEYS in one panel
 
 
-@by_hand(*[I64] * 6)
-def _soften(builder, scores, count, peaks, totals, outputs, dims):
-    """Online softmax of 32 queries over scores [count, 32], which become weights; `count` is even.
+def _softens(sides):
+    """soften(scores, count, peaks, totals, outputs, dims): online softmax of 32 queries over scores [count, 32], which
+    become weights; `count` is even. Or of 16 of them, with one of the `sides`.
 
     peaks[0:32] and totals[0:32] are of what came before, then with these; what came before in outputs [dims, 32]
     shrinks.
     """
 
-    def weigh(row, sums):
-        line, after = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4))), []
-        for side, level, total in zip(SIDES, levels, sums, strict=True):
-            weights = v.exp16(builder, builder.fsub(v.load(builder, line, side), level))  # 0 of -inf
-            v.store(builder, weights, line, side)
-            after.append(builder.fadd(weights, total))
-        return after
+    @by_hand(*[I64] * 6)
+    def soften(builder, scores, count, peaks, totals, outputs, dims):
+        def weigh(row, sums):
+            line, after = builder.add(scores, builder.mul(row, LONG(COLUMNS * 4))), []
+            for side, level, total in zip(sides, levels, sums, strict=True):
+                weights = v.exp16(builder, builder.fsub(v.load(builder, line, side), level))  # 0 of -inf
+                v.store(builder, weights, line, side)
+                after.append(builder.fadd(weights, total))
+            return after
 
-    before, levels = _raise_peaks(builder, scores, count, peaks)
-    factors = [v.exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
-    _shrink(builder, totals, LONG(1), factors)
-    sums = v.loop(builder, count, [v.load(builder, totals, side) for side in SIDES], weigh)
-    _store_sides(builder, sums, totals)
-    _shrink(builder, outputs, dims, factors)
+        before, levels = _raise_peaks(builder, scores, count, peaks, sides)
+        factors = [v.exp16(builder, builder.fsub(old, level)) for old, level in zip(before, levels, strict=True)]
+        _shrink(builder, totals, LONG(1), factors)
+        sums = v.loop(builder, count, [v.load(builder, totals, side) for side in sides], weigh)
+        _store_sides(builder, sums, totals)
+        _shrink(builder, outputs, dims, factors)
+
+    return soften
+
+
+_soften, _soften_narrow = _softens(SIDES), _softens(SIDES[:1])
 
 
 @by_hand(*[I64] * 6)
 def _soften_pairs(builder, scores, count, peaks, totals, outputs, dims):
-    """As `_soften`, of scores times log2 e; weights are pairs of bfloat16, a line of them for two of scores.
+    """As `_softens`, of scores times log2 e; weights are pairs of bfloat16, a line of them for two of scores.
 
     A weight is 2^t, t = score - peak rounded to a 128th: the whole part of t, and 127, is its exponent, and the seven
     bits of its fraction are looked up. Peaks are rounded up to whole numbers, so factors are powers of 2, mostly 1.
@@ -76,7 +84,7 @@ def _soften_pairs(builder, scores, count, peaks, totals, outputs, dims):
             after.append(builder.call(add, [weights, ones, total]))
         return after
 
-    before, levels = _raise_peaks(builder, scores, count, peaks, whole=True)
+    before, levels = _raise_peaks(builder, scores, count, peaks, SIDES, whole=True)
     shifts = [v.fma(builder, level, v.all16(-128.0), v.all16(ROUNDS + 127 * 128)) for level in levels]
     factors = []
     for old, level in zip(before, levels, strict=True):
@@ -92,18 +100,18 @@ def _soften_pairs(builder, scores, count, peaks, totals, outputs, dims):
     _store_sides(builder, sums, totals)
 
 
-def _raise_peaks(builder, scores, count, peaks, whole=False):
-    """peaks[0:32] of 32 queries become the largest of them and of scores [count, 32], rounded up if `whole`; what they
-    were, and what they are, or 0 for those that are endless."""
+def _raise_peaks(builder, scores, count, peaks, sides, whole=False):
+    """peaks[0:32] of 32 queries, or what of them is on those `sides`, become the largest of them and of scores
+    [count, 32], rounded up if `whole`; what they were, and what they are, or 0 for those that are endless."""
 
     def larger(row, values):
         line = builder.add(scores, builder.mul(row, LONG(2 * COLUMNS * 4)))
-        new = [v.load(builder, line, place) for place in (*SIDES, 128, 192)]
+        new = [v.load(builder, line, place) for place in (*sides, *(COLUMNS * 4 + side for side in sides))]
         return [v.larger(builder, score, value) for score, value in zip(new, values, strict=True)]
 
-    before = [v.load(builder, peaks, side) for side in SIDES]
+    before = [v.load(builder, peaks, side) for side in sides]
     found = v.loop(builder, builder.lshr(count, LONG(1)), [*before, *before], larger)
-    tops = [v.larger(builder, *both) for both in zip(found[:2], found[2:], strict=True)]
+    tops = [v.larger(builder, *both) for both in zip(found[: len(sides)], found[len(sides) :], strict=True)]
     if whole:
         tops = [v.call(builder, "llvm.ceil.v16f32", VECTOR, top) for top in tops]
     _store_sides(builder, tops, peaks)
@@ -112,16 +120,16 @@ def _raise_peaks(builder, scores, count, peaks, whole=False):
 
 
 def _store_sides(builder, values, place):
-    for side, value in zip(SIDES, values, strict=True):
+    for side, value in zip(SIDES, values, strict=False):
         v.store(builder, value, place, side)
 
 
 def _shrink(builder, lines, count, factors):
-    """Lines [count, 32] times a factor a column."""
+    """Lines [count, 32] times a factor a column, of as many as there are."""
 
     def shrink(row, nothing):
         line = builder.add(lines, builder.mul(row, LONG(COLUMNS * 4)))
-        for side, factor in zip(SIDES, factors, strict=True):
+        for side, factor in zip(SIDES, factors, strict=False):
             v.store(builder, builder.fmul(v.load(builder, line, side), factor), line, side)
         return []
 
@@ -184,6 +192,20 @@ def _queries_to_columns(bf16, queries, stride, rows, group, dims, scale, sources
                 _transpose_to_pairs(sources, d * 4, dims - d, scale, to, COLUMNS * 4)
             else:
                 _transpose_floats(sources, d * 4, dims - d, scale, to, COLUMNS * 4)
+
+
+@kernel(types.void(*[I64] * 9))
+def _list_next(listed, first, last, table, keys, values, block_stride, size, line):
+    """Where keys [first, last) and their values are, but of no more than are read together: how many addresses, and
+    then these, the last ones first, each of min(size, FETCHED) lines."""
+    some = min(size, FETCHED)
+    count = max(0, min(min(last - first, KEYS) // some, KEYS // FETCHED))
+    place, places = carray(_longs(listed), (2 * count + 1,)), carray(_longs(table), (max(last, 1),))
+    place[0] = 2 * count
+    for i in range(count):
+        token = first + (count - 1 - i) * some
+        at = places[token // size] * block_stride + token % size * line
+        place[1 + 2 * i], place[2 + 2 * i] = values + at, keys + at
 
 
 @kernel(types.void(types.boolean, *[I64] * 15))
@@ -265,6 +287,7 @@ def _attend_block(
     lines = value + spare * value_stride  # [32, spare]: outputs of a panel; before, the first is of zeros
     peaks = lines + COLUMNS * spare * 4
     totals = peaks + panels * COLUMNS * 4
+    following, nbytes = totals + panels * COLUMNS * 4, min(size, FETCHED) * dims * element  # see `product`
     carray(_floats(mixed), (panels * spare * COLUMNS,))[:] = np.float32(0.0)
     carray(_floats(peaks), (panels * COLUMNS,))[:] = np.float32(-np.inf)
     carray(_floats(totals), (panels * COLUMNS,))[:] = np.float32(0.0)
@@ -279,9 +302,11 @@ def _attend_block(
             bf16, first, width, table, keys, values, block_stride, size, dims, element, sources, lines, key, key_stride,
             value, value_stride,
         )  # fmt: skip
+        _list_next(following, first + KEYS, last, table, keys, values, block_stride, size, dims * element)
         for panel in range(panels):
             row = panel * COLUMNS
             several = min(COLUMNS, rows - row)
+            narrow = several <= COLUMNS // 2 and not bf16
             lowest, highest = start + row // group, start + (row + several - 1) // group
             if first > highest or (window != 0 and first + width <= lowest - window + 1):
                 continue
@@ -289,15 +314,22 @@ def _attend_block(
             whole = (seen + least - 1) // least * least
             asked = query + panel * query_panel
             carray(_floats(scores + seen * COLUMNS * 4), ((whole - seen) * COLUMNS,))[:] = np.float32(-np.inf)
-            shape = product(matrices, bf16, shape, seen, key, key_stride, asked, depth, scores, True)
+            shape = product(
+                matrices, bf16, narrow, shape, seen, key, key_stride, asked, depth, scores, True, following, nbytes
+            )
             if first + seen > lowest + 1 or (window != 0 and first <= highest - window):
                 _hide(scores, seen, start, first, group, row, window)
             mix = mixed + panel * spare * COLUMNS * 4
             if bf16:
                 _soften_pairs(scores, whole, peaks + row * 4, totals + row * 4, mix, dims)
+            elif narrow:
+                _soften_narrow(scores, whole, peaks + row * 4, totals + row * 4, mix, dims)
             else:
                 _soften(scores, whole, peaks + row * 4, totals + row * 4, mix, dims)
-            shape = product(matrices, bf16, shape, dims, value, value_stride, scores, whole // together, mix, False)
+            shape = product(
+                matrices, bf16, narrow, shape, dims, value, value_stride, scores, whole // together, mix, False,
+                following, nbytes,
+            )  # fmt: skip
     if matrices:
         set_shape(0)
     _columns_to_outputs(mixed, totals, rows, group, dims, sources, lines, out, out_stride)
@@ -312,10 +344,10 @@ def _block_tokens(group, dims):
 @kernel(I64(I64, I64))
 def block_floats(group, dims):
     """What a block of queries works with, in floats: queries, outputs, maxima and sums, scores, keys, values, lines
-    of these, and up to the next line of the caches."""
+    of these, addresses to fetch, and up to the next line of the caches."""
     spare = (dims + 15) // 16 * 16
     rows = (_block_tokens(group, dims) * group + COLUMNS - 1) // COLUMNS * COLUMNS
-    kept = KEYS * (COLUMNS + dims + LINE // 4) + spare * (KEYS + LINE // 4)
+    kept = KEYS * (COLUMNS + dims + LINE // 4) + spare * (KEYS + LINE // 4) + 2 * (2 * KEYS // FETCHED + 1)
     return rows * (2 * spare + 2) + kept + COLUMNS * spare + LINE // 4
 
 

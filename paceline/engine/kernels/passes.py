@@ -4,6 +4,7 @@ import numpy as np
 from numba import carray, types
 
 from paceline.engine.addresses import floats as _floats
+from paceline.engine.addresses import longs as _longs
 from paceline.engine.kernels.common import (
     ALL_COLUMNS,
     BLOCK,
@@ -17,7 +18,7 @@ from paceline.engine.kernels.common import (
     kernel,
 )
 from paceline.engine.kernels.matrix_tiles import bf16_matrix_tile, byte_matrix_tile, set_shape
-from paceline.engine.kernels.tiles import bf16_tile, byte_tile, float_tile, mixed_tile
+from paceline.engine.kernels.tiles import bf16_tile, byte_tile, float_tile, mixed_tile, narrow_tile
 from paceline.processor import HAS_AMX, HAS_AVX512
 
 AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, where one pass takes all rows; for more
@@ -30,6 +31,11 @@ AHEAD = 4096  # bytes from weights in use to those that are fetched meanwhile, w
 @kernel(types.void(*[I64] * 10))
 def float_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     float_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
+
+
+@kernel(types.void(*[I64] * 10))
+def _narrow_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+    narrow_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
 
 @kernel(types.void(*[I64] * 10))
@@ -92,14 +98,17 @@ def block_of(rows):
     return ((rows + parts - 1) // parts + tall - 1) // tall * tall
 
 
-@kernel(I64(types.boolean, types.boolean, *[I64] * 7, types.boolean))
-def product(matrices, bf16, shape, rows, a, a_stride, w, steps, c, fresh):
-    """c[rows, 32] += a[rows, steps] w[steps, 32] of floats, or of `bf16` two a step, that are in a cache: nothing has
-    to be fetched ahead. If `fresh` c is written and not added to.
+@kernel(I64(types.boolean, types.boolean, types.boolean, *[I64] * 7, types.boolean, I64, I64))
+def product(matrices, bf16, narrow, shape, rows, a, a_stride, w, steps, c, fresh, following, nbytes):
+    """c[rows, 32] += a[rows, steps] w[steps, 32] of floats, or of `bf16` two a step, that are in a cache. If `fresh` c
+    is written and not added to. If `narrow` 16 columns will do, of floats.
 
-    Takes and returns what `set_shape` was told last; what is left of `steps` is not for matrix registers.
+    Takes and returns what `set_shape` was told last; what is left of `steps` is not for matrix registers. Each tile in
+    vectors fetches `nbytes` that are needed next; `following`: how many such there are, and then where. The last goes
+    first, and off the list.
     """
     line, whole, row = COLUMNS * 4, steps // MATRIX_STEPS * MATRIX_STEPS if matrices else 0, 0
+    left = carray(_longs(following), (1,))
     if fresh and not matrices:
         carray(_floats(c), (rows * COLUMNS,))[:] = np.float32(0.0)
     while row < rows:
@@ -109,11 +118,18 @@ def product(matrices, bf16, shape, rows, a, a_stride, w, steps, c, fresh):
             shape = shaped(height, shape)
             bf16_matrix_tile(height, here, a_stride, w, line, whole, sums, line, w, 0, fresh)
         for low in range(0, height if whole < steps else 0, ROWS):
-            some, left, weights = min(height - low, ROWS), here + low * a_stride + whole * 4, w + whole * line
+            some, rest, weights = min(height - low, ROWS), here + low * a_stride + whole * 4, w + whole * line
+            ahead, gap = w, 0
+            if left[0] > 0:
+                ahead = carray(_longs(following), (left[0] + 1,))[left[0]]
+                gap = nbytes // steps // (1 if narrow or HAS_AVX512 else 2)
+                left[0] -= 1
             if bf16:
-                _bf16_rows(some, left, a_stride, weights, line, steps - whole, sums + low * line, line, w, 0)
+                _bf16_rows(some, rest, a_stride, weights, line, steps - whole, sums + low * line, line, ahead, gap)
+            elif narrow:
+                _narrow_rows(some, rest, a_stride, weights, line, steps - whole, sums + low * line, line, ahead, gap)
             else:
-                float_rows(some, left, a_stride, weights, line, steps - whole, sums + low * line, line, w, 0)
+                float_rows(some, rest, a_stride, weights, line, steps - whole, sums + low * line, line, ahead, gap)
         row += height
     return shape
 

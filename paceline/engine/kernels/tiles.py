@@ -103,8 +103,9 @@ def assembled(text: str, registers: Sequence[str], lost: Sequence[str]) -> ir.In
     return ir.InlineAsm(ir.FunctionType(ir.LiteralStructType(longs), longs), text, constraint, True)
 
 
-def _tile_of(of: str):
-    """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32].
+def _tile_of(of: str, width: int = COLUMNS):
+    """tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap): c[rows, 32] += a[rows, steps] w[steps, 32],
+    or of the first `width` columns, with the same bits.
 
     Addresses and strides in bytes; 1 to ROWS rows, `steps` is even. Of "floats", or of "bytes": 4 numbers of `a` from 1
     to 255, of BYTE bytes each, and 4 signed bytes of every column of `w` a step, summed in int32: with VNNI a column's
@@ -124,10 +125,10 @@ def _tile_of(of: str):
                 block = builder.append_basic_block(f"rows{count}")
                 choice.add_case(LONG(count), block)
                 builder.position_at_end(block)
-                columns = COLUMNS if count <= ALL_COLUMNS else COLUMNS // 2
+                columns = width if count <= ALL_COLUMNS else COLUMNS // 2
                 form = assembled(_assembly(count, columns, of), REGISTERS, lost)
                 after = builder.call(form, arguments[1:])
-                if columns < COLUMNS:  # then the other half, which goes on with what is fetched
+                if columns < width:  # then the other half, which goes on with what is fetched
                     others = list(arguments[1:])
                     others[2] = builder.add(others[2], LONG(columns * (2 if of == "bytes" else 4)))
                     others[5] = builder.add(others[5], LONG(columns * 4))
@@ -143,3 +144,4 @@ def _tile_of(of: str):
 
 
 float_tile, byte_tile, bf16_tile, mixed_tile = (_tile_of(of) for of in ("floats", "bytes", "pairs", "mixed"))
+narrow_tile = _tile_of("floats", COLUMNS // 2)
