@@ -24,6 +24,7 @@ from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, 
 from paceline.engine.attention import SliceSpan
 from paceline.engine.begun import NO_DISTRIBUTION, Begun
 from paceline.engine.config import ModelConfig
+from paceline.engine.decode import DecodePass
 from paceline.engine.draft_models import DecoderModel, DraftModel, chains
 from paceline.engine.drafters import Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel, most_kept
 from paceline.engine.gpu import PagedCache
@@ -66,6 +67,7 @@ class ModelRunner:
         self._open: Begun | None = None  # the step begun last, if only the device knows its tokens
         self._complaints: set[str] = set()
         self._progress = np.zeros(1, np.int64)
+        self.decodes = DecodePass.of(decoder, cache, self._progress) if peers is None else None
 
     @property
     def progress(self) -> int:
@@ -181,7 +183,7 @@ class ModelRunner:
 
     def release(self) -> None:
         """Gives its memory back; it is not used any more."""
-        del self.decoder, self.cache, self.caches, self.drafter
+        del self.decoder, self.cache, self.caches, self.drafter, self.decodes
         gc.collect()
         pages.trim_heap()
 
@@ -215,6 +217,8 @@ class ModelRunner:
         runs = [job for job in jobs if job.runs]
         plain = self.overlaps and all(_is_plain(job.sequence) and not job.work.num_draft for job in runs)
         self._draft(runs, started)
+        if self.decodes is not None and self.decodes.takes(runs) and (begun := self._decode(jobs, runs, started)):
+            return begun
         hidden = self._forward(runs)
         if self.peers:
             machine.finish(self.device)  # nobody waits for what has only been asked for
@@ -307,6 +311,36 @@ class ModelRunner:
             if self.last and job.sequence.params.prompt_logprobs is None:
                 read = 1 + len(job.draft) if job.work.emits else 0
             job.span = SliceSpan(job.work.start, length, job.sequence.blocks, bool(job.draft), read)
+
+    def _decode(self, jobs: list[Job], runs: list[Job], started: float) -> Begun | None:
+        """The step as one call; None where it failed."""
+        states = [job.sequence.state for job in runs]
+        draws = not any(job.draft_rows or state.penalties.active for job, state in zip(runs, states, strict=True))
+        try:
+            logits, drawn = self.decodes(runs, draws)
+        except Exception as error:  # part by part whose fault it is will be found out
+            self._complain(f"a step's parts are asked for one by one: {type(error).__name__}: {error}")
+            return None
+        begun = Begun(self, jobs, started, 0.0, self.draft_s)
+        begun.computed = machine.Moment(self.device)
+        if draws:
+            for job in runs:
+                rows = slice(job.first_row, job.first_row + 1 + len(job.draft))
+                self._take(job, drawn[rows], logits[rows])
+        else:
+            self._choose(runs, logits)
+        self._tick()
+        begun.sampled = machine.Moment(self.device)
+        return begun
+
+    def _take(self, job: Job, tokens: list[int], logits: Tensor) -> None:
+        """Emits the first of these tokens, and each that was drawn behind the one before it."""
+        logprobs = sampler.logprobs(logits, [job.sequence.state] * len(tokens), tokens)
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if token < 0:
+                job.error = NO_DISTRIBUTION
+            if token < 0 or not job.take(token, logprob):
+                break
 
     def _complain(self, text: str) -> None:
         """Once."""
@@ -429,15 +463,18 @@ class ModelRunner:
         for some in in_parts(jobs, LOGIT_ROWS, lambda job: 1 + len(job.draft)):
             logits, head = self._logits(some, hidden)
             heads.append(head)
-            some = [] if logits is None else [job for job in some if not job.error]
-            self._judge([job for job in some if job.draft_rows], logits)
-            some = [job for job in some if not job.draft_rows]
-            while some:
-                index = [job.first_row + len(job.tokens) for job in some]
-                together = index[-1] - index[0] == len(index) - 1  # nothing has to be copied
-                some = self._sample(some, logits[index[0] : index[-1] + 1] if together else logits[index])
+            if logits is not None:
+                self._choose([job for job in some if not job.error], logits)
             self._tick()
         return heads
+
+    def _choose(self, jobs: list[Job], logits: Tensor) -> None:
+        self._judge([job for job in jobs if job.draft_rows], logits)
+        some = [job for job in jobs if not job.draft_rows]
+        while some:
+            index = [job.first_row + len(job.tokens) for job in some]
+            together = index[-1] - index[0] == len(index) - 1  # nothing has to be copied
+            some = self._sample(some, logits[index[0] : index[-1] + 1] if together else logits[index])
 
     def _judge(self, jobs: list[Job], logits: Tensor) -> None:
         """What stays of drafts that were drawn from `draft_rows`, and a token behind it (`speculation.rejection`)."""

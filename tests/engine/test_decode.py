@@ -1,0 +1,122 @@
+"""A step of decodes and verifications in one call is the step that is asked for part by part."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.sources import BUILTIN
+from paceline.core.request import SamplingParams
+from paceline.core.work import NewSequence, SliceWork
+from paceline.engine import decode as decode_module
+from paceline.engine.begun import NO_DISTRIBUTION
+from paceline.engine.runner import ModelRunner
+from paceline.runtime.offline import Output
+from tests.engine import checkpoints
+from tests.engine.test_drafters import CODER, SCHEDULES, group, load, prompts  # noqa: F401
+
+pytest.importorskip("paceline.engine.decode_kernel", exc_type=ImportError)
+FAMILIES = "llama-biases", "llama3-rope", "llama-yarn", "mistral-window", "qwen2-window", "qwen3-window"
+KINDS: tuple[dict, ...] = (
+    {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.8, "logprobs": 2},
+)  # fmt: skip
+
+
+def params(seeded: bool, count: int = 8, **changes: object) -> list[SamplingParams]:
+    base = SamplingParams(max_tokens=30, ignore_eos=True, seeded=seeded, **changes)
+    return [replace(base, seed=50 + i, max_draft_tokens=i % 6, **KINDS[i % 4]) for i in range(count)]
+
+
+def both(
+    runner: ModelRunner, texts: list[list[int]], some: list[SamplingParams], **options: object
+) -> tuple[list[Output], list[Output], int, int]:
+    """Part by part and in one call; and how many passes were asked for."""
+    decodes, forward, counts, answers = runner.decodes, runner.decoder.forward, [], []
+    assert decodes is not None
+    for runner.decodes in (None, decodes):
+        counts.append(0)
+
+        def counted(*arguments: object) -> object:
+            counts[-1] += 1
+            return forward(*arguments)
+
+        runner.decoder.forward = counted
+        answers.append([replace(one, times=[], clock=None) for one in group(runner, **options).generate(texts, some)])
+    assert not runner._complaints
+    return *answers, *counts
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_decodes(tmp_path: Path, family: str, quantization: str) -> None:
+    """Biases, norms of heads, windows, and contexts longer than these."""
+    checkpoints.save(family, tmp_path)
+    texts = [[3 + (7 * i + j) % 150 for j in range(5 + 9 * i)] for i in range(8)]
+    parts, call, before, after = both(load("ngram", tmp_path, quantization=quantization), texts, params(True))
+    assert call == parts and after < before / 3
+    assert all(len(one.logprobs) == 30 * (i % 4 == 3) for i, one in enumerate(call))
+
+
+@pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
+@pytest.mark.parametrize("drafter", ["ngram", str(BUILTIN / "coder-draft"), "early_exit"])
+def test_verifications(prompts, drafter, seeded):  # noqa: F811
+    parts, call, before, after = both(load(drafter), prompts, params(seeded))
+    assert call == parts and after < before / 3
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_whatever_happens(prompts, name):  # noqa: F811
+    """Some with penalties, which are drawn one by one, and of all the others then too."""
+    some = [replace(one, frequency_penalty=0.3 * (i == 2), max_tokens=30 - 2 * i) for i, one in enumerate(params(True))]
+    parts, call, before, after = both(load(str(BUILTIN / "coder-draft")), prompts, some, **SCHEDULES[name]())
+    assert call == parts and after < before
+
+
+def step(runner: ModelRunner, lengths: list[int]) -> list:
+    """Decodes of sequences of such lengths, behind their prompts."""
+    blocks = [list(range(20 * i, 20 * i + 20)) for i in range(len(lengths))]
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+    new = [NewSequence(i, [3 + j % 90 for j in range(some + 1)], some + 1, greedy) for i, some in enumerate(lengths)]
+    runner.step(new, [SliceWork(i, 0, some, False, 0, blocks[i]) for i, some in enumerate(lengths)], [])
+    works = [SliceWork(i, some, 1, True, 20, []) for i, some in enumerate(lengths)]
+    outputs = runner.step([], works, [])[0]
+    runner.step([], [], list(range(len(lengths))))
+    return outputs
+
+
+def test_a_call_that_fails_is_asked_for_part_by_part(monkeypatch, capfd):
+    runner = load("ngram", CODER)
+    right = step(runner, [5, 9])
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.decodes, "turns", None)
+            assert step(runner, [5, 9]) == right
+    assert capfd.readouterr().err.count("part") == 1
+    assert step(runner, [5, 9]) == right
+
+
+def test_a_sequence_without_a_distribution_is_alone_with_it(monkeypatch):
+    runner = load("ngram", CODER)
+    right, count = step(runner, [5, 9, 7]), runner.cache.pool.shape[2]
+    assert not any(output.error for output in right) and count >= 60
+    embed = runner.decoder.embedding
+
+    def spoilt(tokens):
+        rows = embed(tokens)
+        if len(rows) == 3:  # the decodes
+            rows[1] = float("nan")
+        return rows
+
+    monkeypatch.setattr(runner.decoder, "embedding", spoilt)
+    got = step(runner, [5, 9, 7])
+    assert [got[0], got[2]] == [right[0], right[2]] and got[1].error == NO_DISTRIBUTION
+
+
+def test_what_it_does_not_take(prompts, monkeypatch):  # noqa: F811
+    """More rows than logits are made at a time, and positions beyond what is kept of rotations."""
+    runner, some = load("ngram", CODER), [replace(one, max_tokens=30 - 3 * i) for i, one in enumerate(params(True))]
+    for module, name, value in ((decode_module, "LOGIT_ROWS", 6), (decode_module.Rotations, "KEPT", 90)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, value)
+            parts, call, before, after = both(runner, prompts, some)
+            assert call == parts and before > after > 5
