@@ -95,7 +95,7 @@ class DecodePass:
             self.turns = self.decoder.rotations.up_to(end)
         if most > 1:
             most = min(most, kernels.most_of_run(self.group, end), -(-rows * config.kv_heads // threads))
-        x, logits = self.decoder.embedding(torch.tensor(ids)), torch.empty(rows, self.last)
+        x, logits = self.decoder.embedding.rows(ids), torch.empty(rows, self.last)
         space, own_space = kernels.spaces(rows, self.widest, threads)
         self.buffers[0], self.buffers[kernels.SPACE] = x.data_ptr(), kernels.workspace(space)
         drawn = np.empty(len(places), np.int64)

@@ -42,14 +42,14 @@ _DRAWS = types.uint64[::1], LONGS_1D, types.float64[:, ::1], LONGS_1D
     types.void(I64, I64, F32, LONGS_2D, LONGS_1D, *[LONGS_2D] * 2, *[LONGS_1D] * 2, I64, LONGS_1D, _FLOATS, *_DRAWS)
 )
 def _some(
-    t, threads, eps, layers, shape, plans, chunks, every, buffers, own_space, head, logits, streams, places, numbers,
+    t, threads, eps, layers, shape, plans, chunks, held, buffers, own_space, head, logits, streams, places, numbers,
     drawn,
 ):  # fmt: skip
-    """A thread's share of `run`."""
+    """A thread's share of `run`; `held` is of `_place`."""
     rows, hidden, vocabulary = logits.shape[0], shape[HIDDEN], logits.shape[1]
     gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
     turn = some_layers(
-        t, threads, 0, rows, eps, layers, shape, plans, chunks, plans, chunks, every, buffers, own_space, False
+        t, threads, 0, rows, eps, layers, shape, plans, chunks, plans, chunks, held[:rows], buffers, own_space, False
     )
     for first in range(0, rows, BLOCK):
         turn = some_linear(
@@ -61,28 +61,14 @@ def _some(
         draw_some(logits, logits.view(np.int32), streams, places, numbers, drawn, t, threads)
 
 
-@kernel(
-    types.void(
-        I64, F32, LONGS_2D, *[LONGS_1D] * 2, LONGS_2D, I64, LONGS_1D, I64, _FLOATS, LONGS_1D, _FLOATS, *_DRAWS
-    ),
-    fastmath=False, parallel=True,
-)  # fmt: skip
-def run(
-    threads, eps, layers, shape, windows, slices, most, buffers, own_space, turns, head, logits, streams, places,
-    numbers, drawn,
-):  # fmt: skip
-    """Slices int64 [slices, layout.FIELDS] of hidden states X [rows, hidden], of which nobody sees what is behind it,
-    to logits [rows, vocabulary].
-
-    eps, layers, shape, buffers, own_space: as of `kernels.decoder_layers`. windows int64, ascending, 0 none; `most`
-    rows of a slice read its keys together; turns float32 [positions, dims]; head: addresses of norm, weights, scales
-    and bias. Unless `drawn` is empty every row is drawn from, by streams, places and numbers as of
-    `sample_kernels.draw_rows`.
-    """
-    rows, dims, kv_heads, size = logits.shape[0], shape[DIMS], shape[KV_HEADS], shape[SIZE_]
+@linked
+@kernel(types.Tuple((LONGS_1D, LONGS_2D))(I64, *[LONGS_1D] * 2, LONGS_2D, I64, LONGS_1D, _FLOATS))
+def _place(rows, shape, windows, slices, most, buffers, turns):
+    """TURNS and WHERE of so many rows; `plans` of the layers, and what those have the addresses of, which are to be
+    held as long, behind the numbers of all rows."""
+    dims, kv_heads, size = shape[DIMS], shape[KV_HEADS], shape[SIZE_]
     longest = (slices[:, START] + slices[:, LENGTH]).max()
     width = (longest + size - 1) // size
-    # One array, of which threads get a part: others would be gone when somebody comes to what they are the addresses of
     held = np.zeros((4 + len(windows)) * rows + rows + 1 + rows * width, np.int64)
     lines = held[: (4 + len(windows)) * rows].reshape(-1, rows)
     every, positions, index, ends, lows = lines[0], lines[1], lines[2], lines[3], lines[4:]
@@ -103,10 +89,32 @@ def run(
         plan[WINDOW], plan[ROW_INDEX], plan[ROW_TABLE] = window, index.ctypes.data, table.ctypes.data
         plan[ROW_WIDTH], plan[ROW_LOW], plan[ROW_HIGH] = table.shape[1], low.ctypes.data, ends.ctypes.data
         plan[RUN_FIRST], plan[RUN_COUNT], plan[RUN_MOST], plan[RUN_LONGEST] = first.ctypes.data, runs, most, seen
+    return held, plans
+
+
+@kernel(
+    types.void(
+        I64, F32, LONGS_2D, *[LONGS_1D] * 2, LONGS_2D, I64, LONGS_1D, I64, _FLOATS, LONGS_1D, _FLOATS, *_DRAWS
+    ),
+    fastmath=False, parallel=True,
+)  # fmt: skip
+def run(
+    threads, eps, layers, shape, windows, slices, most, buffers, own_space, turns, head, logits, streams, places,
+    numbers, drawn,
+):  # fmt: skip
+    """Slices int64 [slices, layout.FIELDS] of hidden states X [rows, hidden], of which nobody sees what is behind it,
+    to logits [rows, vocabulary].
+
+    eps, layers, shape, buffers, own_space: as of `kernels.decoder_layers`. windows int64, ascending, 0 none; `most`
+    rows of a slice read its keys together; turns float32 [positions, dims]; head: addresses of norm, weights, scales
+    and bias. Unless `drawn` is empty every row is drawn from, by streams, places and numbers as of
+    `sample_kernels.draw_rows`.
+    """
+    held, plans = _place(logits.shape[0], shape, windows, slices, most, buffers, turns)
     chunks = np.zeros((0, CHUNK_FIELDS), np.int64)
     carray(longs(buffers[SPACE]), (1,))[0] = 0
     for t in prange(threads):
         _some(
-            t, threads, eps, layers, shape, plans, chunks, every, buffers, own_space, head, logits, streams, places,
+            t, threads, eps, layers, shape, plans, chunks, held, buffers, own_space, head, logits, streams, places,
             numbers, drawn,
         )  # fmt: skip

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 from weakref import finalize
 
 import numpy as np
@@ -59,7 +60,16 @@ class Layer:
     experts: Experts | None = None  # in place of gate_up and down
 
 
-Embedding = Callable[[Tensor], Tensor]  # token ids [tokens] to [tokens, hidden], float32 on CPUs
+class Embedding(Protocol):
+    """Token ids [tokens] to [tokens, hidden], float32 on CPUs."""
+
+    def __call__(self, tokens: Tensor) -> Tensor: ...
+
+    def rows(self, tokens: list[int]) -> Tensor:
+        """The same, of numbers on the host."""
+        ...
+
+
 Plan = StepPlan | Layout | PagedPlan
 
 
@@ -77,11 +87,14 @@ class FileEmbedding:
         finalize(self, os.close, self.file)
 
     def __call__(self, tokens: Tensor) -> Tensor:
+        return self.rows(tokens.tolist())
+
+    def rows(self, tokens: list[int]) -> Tensor:
         count, width = self.table.shape
         size = width * self.table.element_size()
         rows = bytearray(len(tokens) * size)
         memory = memoryview(rows)
-        for place, token in enumerate(tokens.tolist()):
+        for place, token in enumerate(tokens):
             assert 0 <= token < count
             into = memory[place * size : (place + 1) * size]
             if os.preadv(self.file, (into,), self.begin + token * size) != size:
@@ -96,6 +109,9 @@ class HeldEmbedding:
     def __init__(self, table: Tensor, own: range, sum_: Callable[[Tensor], Tensor] | None):
         """`table` [own, hidden]; `sum_` over the ranks, in place; None: there are no others."""
         self.table, self.own, self.sum_ = table, own, sum_
+
+    def rows(self, tokens: list[int]) -> Tensor:
+        return self(torch.tensor(tokens, device=self.table.device))
 
     def __call__(self, tokens: Tensor) -> Tensor:
         if self.sum_ is None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.drafter_name import ERROR
-from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
+from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork, TokenLogprobs
 from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, verdict
 from paceline.engine.attention import SliceSpan
 from paceline.engine.begun import NO_DISTRIBUTION, Begun
@@ -325,8 +325,7 @@ class ModelRunner:
         begun.computed = machine.Moment(self.device)
         if draws:
             for job in runs:
-                rows = slice(job.first_row, job.first_row + 1 + len(job.draft))
-                self._take(job, drawn[rows], logits[rows])
+                self._take(job, drawn[job.first_row : job.first_row + 1 + len(job.draft)], logits)
         else:
             self._choose(runs, logits)
         self._tick()
@@ -335,7 +334,10 @@ class ModelRunner:
 
     def _take(self, job: Job, tokens: list[int], logits: Tensor) -> None:
         """Emits the first of these tokens, and each that was drawn behind the one before it."""
-        logprobs = sampler.logprobs(logits, [job.sequence.state] * len(tokens), tokens)
+        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
+        if job.sequence.params.logprobs is not None:
+            rows = logits[job.first_row : job.first_row + len(tokens)]
+            logprobs = sampler.logprobs(rows, [job.sequence.state] * len(tokens), tokens)
         for token, logprob in zip(tokens, logprobs, strict=True):
             if token < 0:
                 job.error = NO_DISTRIBUTION
@@ -492,15 +494,10 @@ class ModelRunner:
                 self._sample([job], logits[job.first_row : job.first_row + 1])
             return
         for job, (kept, last) in zip(jobs, verdicts, strict=True):
-            if last < 0:
+            if last < 0:  # then none of its rows counts
                 job.error = NO_DISTRIBUTION
                 continue
-            tokens = [*job.draft[:kept], last]
-            rows = logits[job.first_row : job.first_row + len(tokens)]
-            logprobs = sampler.logprobs(rows, [job.sequence.state] * len(tokens), tokens)
-            for token, logprob in zip(tokens, logprobs, strict=True):
-                if not job.take(token, logprob):
-                    break
+            self._take(job, [*job.draft[:kept], last], logits)
 
     def _verdicts(self, jobs: list[Job], logits: Tensor) -> list[tuple[int, int]]:
         states, drafts = [job.sequence.state for job in jobs], [job.draft for job in jobs]

@@ -25,6 +25,7 @@ import numpy as np
 from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
+from paceline.compiled import linked
 from paceline.engine.addresses import floats
 
 BLOCK = 64  # tokens that share one maximum
@@ -36,6 +37,8 @@ SIGN = np.int32(0x7FFFFFFF)
 INFINITE = np.int32(0x7F800000)
 Floats = np.ndarray  # float32
 Ints = np.ndarray  # int32: bits or keys
+_ROW, _KEYS, _DOUBLES = types.float32[::1], types.int32[::1], types.float64[::1]
+_ROWS, _BITS, _PARAMS = types.float32[:, ::1], types.int32[:, ::1], types.float64[:, ::1]
 Scratch = tuple[Ints, Floats]  # keys [vocab + 1] and weights [vocab] of candidates
 FAST = {"nnan", "nsz", "reassoc", "contract", "arcp"}
 
@@ -471,7 +474,11 @@ def _draw_nucleus(
     return _race(row, maxima, low, high, peak, temperature, threshold, last, bounds)
 
 
-@njit(nogil=True, cache=True)
+@linked
+@njit(
+    types.void(_ROWS, _BITS, types.uint64[::1], types.int64[::1], _PARAMS, types.int64[:], types.int64, types.int64),
+    nogil=True, cache=True,
+)  # fmt: skip
 def draw_some(
     logits: Floats,
     bits: Ints,
@@ -557,7 +564,8 @@ def _block_log_probs(
         block[j] = log_p if _flip(_as_bits(block[j])) >= least else np.float32(-np.inf)
 
 
-@njit(nogil=True, cache=True)
+@linked
+@njit(types.void(_ROW, _KEYS, _KEYS, types.Tuple((_KEYS, _ROW)), _DOUBLES, _DOUBLES), nogil=True, cache=True)
 def _describe_row(
     row: Floats, bits: Ints, maxima: Ints, scratch: Scratch, params: np.ndarray, found: np.ndarray
 ) -> None:
@@ -588,7 +596,8 @@ def _describe_row(
     found[1], found[2], found[3], found[4] = inverse, math.log(mass), floor, last
 
 
-@njit(nogil=True, cache=True)
+@linked
+@njit(types.void(_ROWS, _BITS, _PARAMS, types.int64, types.int64), nogil=True, cache=True)
 def some_log_probs(logits: Floats, bits: Ints, params: np.ndarray, first: int, step: int) -> None:
     """`log_prob_rows` for rows first, first + step, ..."""
     vocab = logits.shape[1]

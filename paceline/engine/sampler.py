@@ -113,9 +113,8 @@ def to_log_probs(logits: torch.Tensor, states: list[SamplingState], drafts: list
 
     states[i] has 1 + len(drafts[i]) rows, one behind the other: each knows one drafted token more than the one before.
     """
-    for row, state in along(states, drafts):
-        if state.penalties.active:
-            _penalise(logits[row], state)
+    for row, state in penalised(states, drafts):
+        _penalise(logits[row], state)
     params = row_numbers(states, drafts)
     if stock(logits):
         logits.copy_(stock_sampler.log_probs(logits, params))
@@ -125,25 +124,27 @@ def to_log_probs(logits: torch.Tensor, states: list[SamplingState], drafts: list
 
 
 def row_numbers(states: list[SamplingState], drafts: list[list[int]]) -> list[tuple[float, float, float, int]]:
-    """Of each row of `along`."""
+    """Of each row: 1 + len(drafts[i]) for states[i], one behind the other."""
     return [state.numbers for state, draft in zip(states, drafts, strict=True) for _ in range(1 + len(draft))]
 
 
-def along(states: list[SamplingState], drafts: list[list[int]]) -> Iterator[tuple[int, SamplingState]]:
-    """Each row with its state, to which the drafted tokens before the row are known meanwhile."""
-    row = 0
+def penalised(states: list[SamplingState], drafts: list[list[int]]) -> Iterator[tuple[int, SamplingState]]:
+    """Each of those rows that penalties change, with its state, to which the drafted tokens before it are known
+    meanwhile."""
+    begin = 0
     for state, draft in zip(states, drafts, strict=True):
         observed = 0
         try:
-            for n in range(1 + len(draft)):
-                if n:
-                    state.observe(draft[n - 1])
-                    observed = n
-                yield row, state
-                row += 1
+            while state.penalties.active:  # what is not does not become it
+                yield begin + observed, state
+                if observed == len(draft):
+                    break
+                state.observe(draft[observed])
+                observed += 1
         finally:
             for token in reversed(draft[:observed]):
                 state.forget(token)
+        begin += 1 + len(draft)
 
 
 def draw(log_weights: torch.Tensor, streams: list[int], positions: list[int]) -> list[int]:

@@ -32,9 +32,8 @@ def compared(
         return
     array, before = logits.contiguous().numpy(), []
     try:
-        for n, state in sampler.along(states, drafts):
-            if state.penalties.active:
-                before.append((array[rows[n]], state.penalties.apply(array[rows[n]])))
+        for n, state in sampler.penalised(states, drafts):
+            before.append((array[rows[n]], state.penalties.apply(array[rows[n]])))
         yield _Logits(array, np.array(rows, np.int64), sampler.row_numbers(states, drafts), draft_rows)
     finally:
         for row, values in before:

@@ -99,15 +99,15 @@ def test_a_sequence_without_a_distribution_is_alone_with_it(monkeypatch):
     runner = load("ngram", CODER)
     right, count = step(runner, [5, 9, 7]), runner.cache.pool.shape[2]
     assert not any(output.error for output in right) and count >= 60
-    embed = runner.decoder.embedding
+    embedded = runner.decoder.embedding.rows
 
     def spoilt(tokens):
-        rows = embed(tokens)
+        rows = embedded(tokens)
         if len(rows) == 3:  # the decodes
             rows[1] = float("nan")
         return rows
 
-    monkeypatch.setattr(runner.decoder, "embedding", spoilt)
+    monkeypatch.setattr(runner.decoder.embedding, "rows", spoilt)
     got = step(runner, [5, 9, 7])
     assert [got[0], got[2]] == [right[0], right[2]] and got[1].error == NO_DISTRIBUTION
 
