@@ -24,9 +24,9 @@ from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, 
 from paceline.engine.attention import SliceSpan
 from paceline.engine.begun import NO_DISTRIBUTION, Begun
 from paceline.engine.config import ModelConfig
-from paceline.engine.decode import DecodePass
 from paceline.engine.draft_models import DecoderModel, DraftModel, chains
 from paceline.engine.drafters import Drafter, InTurn, PromptLookup, TokenByToken, TrigramModel, most_kept
+from paceline.engine.fused import FusedStep
 from paceline.engine.gpu import PagedCache
 from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job, in_parts
@@ -67,7 +67,7 @@ class ModelRunner:
         self._open: Begun | None = None  # the step begun last, if only the device knows its tokens
         self._complaints: set[str] = set()
         self._progress = np.zeros(1, np.int64)
-        self.decodes = DecodePass.of(decoder, cache, self._progress) if peers is None else None
+        self.fused = FusedStep.of(decoder, cache, self._progress) if peers is None else None
 
     @property
     def progress(self) -> int:
@@ -183,7 +183,7 @@ class ModelRunner:
 
     def release(self) -> None:
         """Gives its memory back; it is not used any more."""
-        del self.decoder, self.cache, self.caches, self.drafter, self.decodes
+        del self.decoder, self.cache, self.caches, self.drafter, self.fused
         gc.collect()
         pages.trim_heap()
 
@@ -217,7 +217,7 @@ class ModelRunner:
         runs = [job for job in jobs if job.runs]
         plain = self.overlaps and all(_is_plain(job.sequence) and not job.work.num_draft for job in runs)
         self._draft(runs, started)
-        if self.decodes is not None and self.decodes.takes(runs) and (begun := self._decode(jobs, runs, started)):
+        if self.fused is not None and self.fused.takes(runs) and (begun := self._in_one_call(jobs, runs, started)):
             return begun
         hidden = self._forward(runs)
         if self.peers:
@@ -312,22 +312,22 @@ class ModelRunner:
                 read = 1 + len(job.draft) if job.work.emits else 0
             job.span = SliceSpan(job.work.start, length, job.sequence.blocks, bool(job.draft), read)
 
-    def _decode(self, jobs: list[Job], runs: list[Job], started: float) -> Begun | None:
-        """The step as one call; None where it failed."""
-        states = [job.sequence.state for job in runs]
-        draws = not any(job.draft_rows or state.penalties.active for job, state in zip(runs, states, strict=True))
+    def _in_one_call(self, jobs: list[Job], runs: list[Job], started: float) -> Begun | None:
+        """The whole step; None where it failed."""
+        emitting = [job for job in runs if job.work.emits]
+        draws = not any(job.draft_rows or job.sequence.state.penalties.active for job in emitting)
         try:
-            logits, drawn = self.decodes(runs, draws)
+            logits, drawn = self.fused(runs, draws)
         except Exception as error:  # part by part whose fault it is will be found out
-            self._complain(f"a step's parts are asked for one by one: {type(error).__name__}: {error}")
+            self._complain(f"a step is asked for part by part: {type(error).__name__}: {error}")
             return None
         begun = Begun(self, jobs, started, 0.0, self.draft_s)
         begun.computed = machine.Moment(self.device)
         if draws:
-            for job in runs:
+            for job in emitting:
                 self._take(job, drawn[job.first_row : job.first_row + 1 + len(job.draft)], logits)
         else:
-            self._choose(runs, logits)
+            self._choose(emitting, logits)
         self._tick()
         begun.sampled = machine.Moment(self.device)
         return begun
@@ -337,7 +337,11 @@ class ModelRunner:
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if job.sequence.params.logprobs is not None:
             rows = logits[job.first_row : job.first_row + len(tokens)]
-            logprobs = sampler.logprobs(rows, [job.sequence.state] * len(tokens), tokens)
+            try:
+                logprobs = sampler.logprobs(rows, [job.sequence.state] * len(tokens), tokens)
+            except Exception as error:
+                job.error = f"{type(error).__name__}: {error}"
+                return
         for token, logprob in zip(tokens, logprobs, strict=True):
             if token < 0:
                 job.error = NO_DISTRIBUTION

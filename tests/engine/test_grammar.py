@@ -110,7 +110,7 @@ def test_a_grammar_that_does_not_see_the_draft_shows(tokenizer, monkeypatch):
     runner = ModelRunner.load(
         CODER, max_batch_tokens=256, max_batch=16, num_blocks=200, drafter=str(BUILTIN / "coder-draft")
     )
-    monkeypatch.setattr(sampler, "along", blind)
+    monkeypatch.setattr(sampler, "penalised", blind)
     answers = generate(runner, tokenizer, asked(seeded=False, max_draft_tokens=5))
     assert any(isinstance(answer, str) for answer in answers), "errors: tokens that the grammar does not allow"
 

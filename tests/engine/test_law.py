@@ -92,7 +92,7 @@ MISTAKES: dict[str, tuple[str, object, str, Callable | int]] = {
     "the last token from the target": ("K=5", rejection, "last_log_weights", last_from_the_target),
     "token 0 taken for missing": ("K=5", drafters, "_take", none_for_token_0),
     "n-grams accepted unseen": ("n-gram", Job, "take", whatever_was_drafted),
-    "penalties that do not see the draft": ("penalties and bias", sampler, "along", blind),
+    "penalties that do not see the draft": ("penalties and bias", sampler, "penalised", blind),
     "the noise of the draft for the last token": ("K=1", drafters, "DRAFT", LAST),
 }
 

@@ -153,6 +153,7 @@ def test_a_fault_in_the_forward_pass_fails_one_sequence(runner: ModelRunner, mon
 
     assert prompt(6, 1)[0] not in prompt(5, 0) + prompt(7, 2)
     monkeypatch.setattr(runner.decoder, "forward", faulty)
+    monkeypatch.setattr(runner, "fused", None)
     assert three(runner) == ["", "RuntimeError: boom", ""]
 
 
@@ -165,6 +166,7 @@ def test_a_fault_in_sampling_fails_one_sequence(runner: ModelRunner, monkeypatch
         return sample(logits, states, positions)
 
     monkeypatch.setattr(runner_module.sampler, "sample", faulty)
+    monkeypatch.setattr(runner, "fused", None)
     assert three(runner) == ["", "RuntimeError: boom", ""]
 
 
@@ -177,6 +179,7 @@ def test_a_row_without_a_distribution_fails_one_sequence(runner: ModelRunner, mo
         return out
 
     monkeypatch.setattr(runner.decoder, "logits", poisoned)
+    monkeypatch.setattr(runner, "fused", None)
     assert three(runner) == ["", "the model gave no distribution (logits are NaN or infinite)", ""]
 
 

@@ -8,6 +8,7 @@ import functools
 import numpy as np
 from llvmlite import ir
 from numba import carray, prange, types
+from numba.extending import register_jitable
 
 from paceline.compiled import linked
 from paceline.engine.addresses import floats as _floats
@@ -164,6 +165,7 @@ def _score(form, query, keys, count, dims, element, ahead, scores, width):
         row += SCORED[shape][1]
 
 
+@register_jitable
 def most_of_run(group: int, longest: int) -> int:
     """Rows whose scores of so many tokens stay in the second cache, for one key-value head."""
     return max(1, MOST_SCORES // (4 * group * (longest + 32)))

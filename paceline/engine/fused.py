@@ -1,0 +1,109 @@
+"""A whole step as one call of compiled code, as CUDA graphs are on GPUs: from hidden states to logits and draws.
+
+A pass over the weights leaves nothing of Python's in the caches: to plan a step, to ask for its parts and to draw from
+what they yield takes three to five times what it does in a loop of its own, 1 to 2 ms of a small model's 6 or 30.
+"""
+
+from collections.abc import Sequence as Seq
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.engine.compiling import one_process_at_a_time
+from paceline.engine.job import Job
+from paceline.engine.kv_cache import KVCache
+from paceline.engine.linear import TiledLinear, kernels
+from paceline.engine.load_plan import LOGIT_ROWS
+from paceline.engine.model import Decoder
+from paceline.engine.rope import Rotations
+
+
+@cache
+def _kernel() -> Any:
+    """Compiled, or read from where Numba keeps it, when it is first asked for; None on processors that it cannot run
+    on."""
+    try:
+        with one_process_at_a_time():
+            from paceline.engine import fused_kernel
+    except (ImportError, ValueError):  # as in `linear`
+        return None
+    return fused_kernel.run
+
+
+class FusedStep:
+    """Of a whole model, over its cache."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, progress: np.ndarray) -> None:
+        """`progress[0]` counts layers."""
+        self.decoder, self.progress, config = decoder, progress, decoder.config
+        self.head = np.array([decoder.norm.weight.data_ptr(), *decoder.head.addresses], np.int64)
+        self.layers, self.shape = decoder.lines(cache)
+        self.windows = np.array(sorted(window or 0 for window in set(config.windows)), np.int64)
+        self.turns = decoder.rotations.up_to(1)
+        queries, pad = config.heads * config.head_dim, kernels.LINE // 4
+        # floats of a row: its turns, where it is written to, heads, what they attend to; between the linear layers
+        self.widths = (
+            config.head_dim, 2 * config.kv_heads, queries + 2 * config.kv_heads * config.head_dim, queries + pad,
+        )  # fmt: skip
+        self.inside, self.widest = config.intermediate + pad, max(config.hidden, config.intermediate, queries)
+        self.room = 0  # rows that there are buffers for
+
+    @staticmethod
+    def of(decoder: Decoder, cache: Any, progress: np.ndarray) -> "FusedStep | None":
+        """None: its steps have to be asked for part by part."""
+        whole = decoder.embedding is not None and isinstance(decoder.head, TiledLinear) and decoder.peers is None
+        if decoder.device != "cpu" or not whole or decoder.addresses is None or not decoder.layers:
+            return None
+        return FusedStep(decoder, cache, progress) if _kernel() else None
+
+    def takes(self, jobs: Seq[Job]) -> bool:
+        """Whether it can be done: not where someone asks about all of a prompt, nor with too many logits."""
+        rows = 0
+        for job in jobs:
+            span = job.span
+            if job.error or span.read is None or span.start + span.length > Rotations.KEPT:
+                return False
+            rows += span.read
+        return len(jobs) > 0 and rows <= LOGIT_ROWS
+
+    def __call__(self, jobs: Seq[Job], draws: bool) -> tuple[Tensor, list[int]]:
+        """Logits [rows, vocabulary], and if wanted what is drawn from each row with the noise of its position, -1 where
+        there is no distribution. A job that emits has those of its last token and of its drafts."""
+        slices, ids, streams, places, numbers = list[Any](), list[int](), list[int](), list[int](), list[Any]()
+        end = read = 0
+        for job in jobs:
+            sequence, span, blocks, stop = job.sequence, job.span, job.sequence.blocks, job.span.start + job.span.length
+            job.first_row = read
+            alone = span.length == 1 or span.drafted
+            slices.append((span.start, span.length, *blocks.buffer_info(), len(ids), alone, span.read))
+            ids += sequence.tokens[span.start : stop]
+            ids += job.draft
+            end, read = max(end, stop), read + span.read
+            if draws and span.read:
+                streams += [sequence.state.stream] * span.read
+                places += range(stop - span.read + 1, stop + 1)
+                numbers += [sequence.state.numbers] * span.read
+        rows, config, threads = len(ids), self.decoder.config, kernels.num_threads()
+        apart, inside = kernels.apart(rows, threads), kernels.rows_inside(rows, threads)
+        if rows > self.room or inside > len(self.memory[-1]):
+            self._grow(rows, inside)
+        if end > len(self.turns):
+            self.turns = self.decoder.rotations.up_to(end)
+        x, logits = self.decoder.embedding.rows(ids), torch.empty(read, config.vocab_size)
+        space, own_space = kernels.spaces(rows, self.widest, threads, apart)
+        self.buffers[0], self.buffers[kernels.SPACE] = x.data_ptr(), kernels.workspace(space)
+        drawn = np.empty(len(places), np.int64)
+        _kernel()(
+            threads, rows, config.norm_eps, self.layers, self.shape, self.windows, np.array(slices), self.buffers,
+            own_space, apart, self.turns, self.head, logits.numpy(), np.array(streams, np.uint64),
+            np.array(places, np.int64), np.array(numbers, np.float64).reshape(-1, 4), drawn,
+        )  # fmt: skip
+        return logits, drawn.tolist()
+
+    def _grow(self, rows: int, inside: int) -> None:
+        self.room, self.memory = rows, [torch.empty(rows, width) for width in self.widths]
+        self.memory.append(torch.empty(inside, self.inside))
+        self.buffers = np.array([0, *(one.data_ptr() for one in self.memory), 0, self.progress.ctypes.data])
