@@ -5,7 +5,6 @@ what they yield takes three to five times what it does in a loop of its own, 1 t
 """
 
 from collections.abc import Sequence as Seq
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,17 +19,11 @@ from paceline.engine.load_plan import LOGIT_ROWS
 from paceline.engine.model import Decoder
 from paceline.engine.rope import Rotations
 
-
-@cache
-def _kernel() -> Any:
-    """Compiled, or read from where Numba keeps it, when it is first asked for; None on processors that it cannot run
-    on."""
-    try:
-        with one_process_at_a_time():
-            from paceline.engine import fused_kernel
-    except (ImportError, ValueError):  # as in `linear`
-        return None
-    return fused_kernel.run
+try:
+    with one_process_at_a_time():
+        from paceline.engine import fused_kernel
+except (ImportError, ValueError):  # as in `linear`
+    fused_kernel = None
 
 
 class FusedStep:
@@ -57,7 +50,7 @@ class FusedStep:
         whole = decoder.embedding is not None and isinstance(decoder.head, TiledLinear) and decoder.peers is None
         if decoder.device != "cpu" or not whole or decoder.addresses is None or not decoder.layers:
             return None
-        return FusedStep(decoder, cache, progress) if _kernel() else None
+        return FusedStep(decoder, cache, progress) if fused_kernel else None
 
     def takes(self, jobs: Seq[Job]) -> bool:
         """Whether it can be done: not where someone asks about all of a prompt, nor with too many logits."""
@@ -96,7 +89,7 @@ class FusedStep:
         space, own_space = kernels.spaces(rows, self.widest, threads, apart)
         self.buffers[0], self.buffers[kernels.SPACE] = x.data_ptr(), kernels.workspace(space)
         drawn = np.empty(len(places), np.int64)
-        _kernel()(
+        fused_kernel.run(
             threads, rows, config.norm_eps, self.layers, self.shape, self.windows, np.array(slices), self.buffers,
             own_space, apart, self.turns, self.head, logits.numpy(), np.array(streams, np.uint64),
             np.array(places, np.int64), np.array(numbers, np.float64).reshape(-1, 4), drawn,
