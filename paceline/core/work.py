@@ -84,7 +84,7 @@ class EngineInfo:
         return self.planned_bytes - self.weight_bytes - self.kv_bytes
 
 
-Outcome = tuple[list[SliceOutput], float, float]  # outputs in order, seconds of forward pass and of sampling
+Outcome = tuple[list[SliceOutput], float, float]  # as of `Engine.step`
 
 
 class BegunStep(Protocol):
@@ -114,7 +114,8 @@ class Engine(Protocol):
     overlaps: bool  # it is `Overlapping`, as it was loaded
 
     def step(self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]) -> Outcome:
-        """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
+        """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling
+        (but for what is drawn in the same call as the pass)."""
         ...
 
     def give_back(self, blocks: Seq[int]) -> None:

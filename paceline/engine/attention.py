@@ -1,10 +1,11 @@
 """Rotary embedding, the paged KV cache and causal attention of one step's slices.
 
-Everything that depends on the step and not on the layer (rows, block tables, masks) is made once, in `plan_step`.
-Slices of one token (decodes) and verifications are rows of one batched operation; longer ones (prompt chunks) run one
-by one, and a token's bits do not depend on how long its chunk was, if it was not alone. Query heads that share a
-key-value head are handled without copies. Our own kernels read keys and values where they lie (`kernels`); on
-processors that they cannot run on torch's attention gets them gathered. GPUs have `gpu.py` instead.
+Everything that depends on the step and not on the layer (rows, block tables, masks) is made once, in `plan_step`, and
+by the same rules in `fused_kernel`, where a step is one call. Slices of one token (decodes) and verifications are rows
+of one batched operation; longer ones (prompt chunks) run one by one, and a token's bits do not depend on how long its
+chunk was, if it was not alone. Query heads that share a key-value head are handled without copies. Our own kernels read
+keys and values where they lie (`kernels`); on processors that they cannot run on torch's attention gets them gathered.
+GPUs have `gpu.py` instead.
 """
 
 from array import array

@@ -42,7 +42,7 @@ class FusedStep:
             config.head_dim, 2 * config.kv_heads, queries + 2 * config.kv_heads * config.head_dim, queries + pad,
         )  # fmt: skip
         self.inside, self.widest = config.intermediate + pad, max(config.hidden, config.intermediate, queries)
-        self.room = 0  # rows that there are buffers for
+        self.kept = self._memory(LOGIT_ROWS, kernels.rows_inside(LOGIT_ROWS, 1))  # those of wider steps are their own
 
     @staticmethod
     def of(decoder: Decoder, cache: Any, progress: np.ndarray) -> "FusedStep | None":
@@ -53,7 +53,8 @@ class FusedStep:
         return FusedStep(decoder, cache, progress) if fused_kernel else None
 
     def takes(self, jobs: Seq[Job]) -> bool:
-        """Whether it can be done: not where someone asks about all of a prompt, nor with too many logits."""
+        """Whether it can be done: not where someone asks about all of a prompt, a sequence has a fault or is longer
+        than what is kept of rotations, or there are more logits than are made at a time."""
         rows = 0
         for job in jobs:
             span = job.span
@@ -81,22 +82,20 @@ class FusedStep:
                 numbers += [sequence.state.numbers] * span.read
         rows, config, threads = len(ids), self.decoder.config, kernels.num_threads()
         apart, inside = kernels.apart(rows, threads), kernels.rows_inside(rows, threads)
-        if rows > self.room or inside > len(self.memory[-1]):
-            self._grow(rows, inside)
+        memory = self.kept if rows <= LOGIT_ROWS and not apart else self._memory(rows, inside)
         if end > len(self.turns):
             self.turns = self.decoder.rotations.up_to(end)
         x, logits = self.decoder.embedding.rows(ids), torch.empty(read, config.vocab_size)
         space, own_space = kernels.spaces(rows, self.widest, threads, apart)
-        self.buffers[0], self.buffers[kernels.SPACE] = x.data_ptr(), kernels.workspace(space)
-        drawn = np.empty(len(places), np.int64)
+        addresses = (one.data_ptr() for one in (x, *memory))
+        buffers = np.array([*addresses, kernels.workspace(space), self.progress.ctypes.data])
+        drawn = np.full(len(places), -1)
         fused_kernel.run(
-            threads, rows, config.norm_eps, self.layers, self.shape, self.windows, np.array(slices), self.buffers,
+            threads, rows, config.norm_eps, self.layers, self.shape, self.windows, np.array(slices), buffers,
             own_space, apart, self.turns, self.head, logits.numpy(), np.array(streams, np.uint64),
             np.array(places, np.int64), np.array(numbers, np.float64).reshape(-1, 4), drawn,
         )  # fmt: skip
         return logits, drawn.tolist()
 
-    def _grow(self, rows: int, inside: int) -> None:
-        self.room, self.memory = rows, [torch.empty(rows, width) for width in self.widths]
-        self.memory.append(torch.empty(inside, self.inside))
-        self.buffers = np.array([0, *(one.data_ptr() for one in self.memory), 0, self.progress.ctypes.data])
+    def _memory(self, rows: int, inside: int) -> list[Tensor]:
+        return [*(torch.empty(rows, width) for width in self.widths), torch.empty(inside, self.inside)]

@@ -49,7 +49,8 @@ _PLAN = types.Tuple((LONGS_1D, LONGS_2D, LONGS_2D))
 @linked
 @kernel(_PLAN(LONGS_2D, LONGS_1D, LONGS_1D, I64))
 def _attending(slices, shape, windows, threads):
-    """Plans by window, and chunks, of these slices; before them what they have the addresses of, to be held as long."""
+    """Plans by window, and chunks, of these slices, by the rules of `attention.plan_step`; before them what they have
+    the addresses of, to be held as long."""
     size, kv_heads, group = shape[SIZE_], shape[KV_HEADS], shape[Q_HEADS] // shape[KV_HEADS]
     alone, longer = slices[slices[:, ALONE] != 0], slices[slices[:, ALONE] == 0]
     plans, chunks = np.zeros((len(windows), PLAN_FIELDS), np.int64), np.empty((len(longer), CHUNK_FIELDS), np.int64)
@@ -142,8 +143,8 @@ def run(
     threads, rows, eps, layers, shape, windows, slices, buffers, own_space, apart, turns, head, logits, streams, places,
     numbers, drawn,
 ):  # fmt: skip
-    """Slices int64 [slices, READ + 1] of hidden states X [rows, hidden], of which nobody sees what is behind it, to
-    logits [read, vocabulary].
+    """Slices int64 [slices, READ + 1] of hidden states X [rows, hidden], to logits [read, vocabulary] of the rows that
+    are read, in order: of each slice so many, its last ones.
 
     eps, layers, shape, buffers, own_space, apart: as of `kernels.decoder_layers`. windows int64, ascending, 0: none;
     turns float32 [positions, dims]; head: addresses of norm, weights, scales and bias. Unless `drawn` is empty each row

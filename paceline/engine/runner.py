@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.drafter_name import ERROR
-from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork, TokenLogprobs
+from paceline.core.work import EngineInfo, NewSequence, SliceOutput, SliceWork
 from paceline.engine import attention, gpu, load_plan, machine, pages, sampler, verdict
 from paceline.engine.attention import SliceSpan
 from paceline.engine.begun import NO_DISTRIBUTION, Begun
@@ -190,7 +190,8 @@ class ModelRunner:
     def step(
         self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]
     ) -> tuple[list[SliceOutput], float, float]:
-        """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling."""
+        """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling
+        (but for what is drawn in the same call as the pass)."""
         self.learn(new, dropped)
         return self.begin(slices).finish()
 
@@ -333,20 +334,20 @@ class ModelRunner:
         return begun
 
     def _take(self, job: Job, tokens: list[int], logits: Tensor) -> None:
-        """Emits the first of these tokens, and each that was drawn behind the one before it."""
-        logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
-        if job.sequence.params.logprobs is not None:
-            rows = logits[job.first_row : job.first_row + len(tokens)]
-            try:
-                logprobs = sampler.logprobs(rows, [job.sequence.state] * len(tokens), tokens)
-            except Exception as error:
-                job.error = f"{type(error).__name__}: {error}"
-                return
-        for token, logprob in zip(tokens, logprobs, strict=True):
+        """Emits the first of these tokens, drawn from the job's rows, and each that was drawn behind the one before."""
+        for row, token in enumerate(tokens, job.first_row):
             if token < 0:
                 job.error = NO_DISTRIBUTION
-            if token < 0 or not job.take(token, logprob):
-                break
+                return
+            logprob = None
+            if job.sequence.params.logprobs is not None:
+                try:
+                    [logprob] = sampler.logprobs(logits[row : row + 1], [job.sequence.state], [token])
+                except Exception as error:
+                    job.error = f"{type(error).__name__}: {error}"
+                    return
+            if not job.take(token, logprob):
+                return
 
     def _complain(self, text: str) -> None:
         """Once."""
@@ -498,7 +499,7 @@ class ModelRunner:
                 self._sample([job], logits[job.first_row : job.first_row + 1])
             return
         for job, (kept, last) in zip(jobs, verdicts, strict=True):
-            if last < 0:  # then none of its rows counts
+            if last < 0:
                 job.error = NO_DISTRIBUTION
                 continue
             self._take(job, [*job.draft[:kept], last], logits)

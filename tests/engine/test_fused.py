@@ -1,9 +1,11 @@
 """A step in one call is the step that is asked for part by part."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.cli.sources import BUILTIN
 from paceline.core.request import SamplingParams
@@ -11,12 +13,14 @@ from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import fused as fused_module
 from paceline.engine import sampler
 from paceline.engine.begun import NO_DISTRIBUTION
+from paceline.engine.linear import kernels
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.offline import Output
 from tests.engine import checkpoints
 from tests.engine.test_drafters import CODER, SCHEDULES, group, load, prompts  # noqa: F401
 
-pytest.importorskip("paceline.engine.fused_kernel", exc_type=ImportError)
+if fused_module.fused_kernel is None or not kernels.HAS_TILES:
+    pytest.skip("the kernels of this processor are not its", allow_module_level=True)
 FAMILIES = "llama-biases", "llama3-rope", "llama-yarn", "mistral-window", "qwen2-window", "qwen3-window"
 KINDS: tuple[dict, ...] = (
     {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.8, "logprobs": 2},
@@ -47,15 +51,32 @@ def both(
     return *answers, *counts
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_decodes(tmp_path: Path, family: str, quantization: str) -> None:
-    """Biases, norms of heads, windows, and contexts longer than these."""
-    checkpoints.save(family, tmp_path)
+def test_every_family(tmp_path: Path, family: str, kind: str, threads: Callable) -> None:
+    """Biases, norms of heads, windows, contexts longer than these, embeddings in memory; threads as they are later."""
+    checkpoints.save(family, tmp_path, torch.bfloat16 if kind == "bfloat16" else torch.float32)
     texts = [[3 + (7 * i + j) % 150 for j in range(5 + 9 * i)] for i in range(8)]
-    parts, call, before, after = both(load("ngram", tmp_path, quantization=quantization), texts, params(True))
+    runner = load("ngram", tmp_path, quantization="int8" if kind == "int8" else "none")
+    threads(1 + FAMILIES.index(family) % 2)
+    parts, call, before, after = both(runner, texts, params(True))
     assert call == parts and before > 20 and after == 0
     assert all(len(one.logprobs) == 30 * (i % 4 == 3) for i, one in enumerate(call))
+
+
+@pytest.mark.skipif(kernels.num_threads() < 2, reason="a thread alone has all rows")
+def test_wide_steps(prompts, monkeypatch):  # noqa: F811
+    """Threads with rows of their own; behind them narrow ones."""
+    monkeypatch.setattr(kernels.threads, "APART", 40)
+    parts, call, before, after = both(load("ngram", CODER), prompts, params(True))
+    assert call == parts and before > 5 and after == 0
 
 
 @pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
@@ -88,9 +109,9 @@ def step(runner: ModelRunner, lengths: list[int]) -> list:
 def test_a_call_that_fails_is_asked_for_part_by_part(monkeypatch, capfd):
     runner = load("ngram", CODER)
     right = step(runner, [5, 9])
-    for _ in range(2):
-        with monkeypatch.context() as patch:
-            patch.setattr(runner.fused, "turns", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.fused, "turns", None)
+        for _ in range(2):
             assert step(runner, [5, 9]) == right
     assert capfd.readouterr().err.count("asked for") == 1
     assert step(runner, [5, 9]) == right

@@ -16,7 +16,7 @@ from paceline.engine.kernels.vectors import LOG2E, ROUNDS, SIDES, VECTOR, WHOLE
 from paceline.processor import HAS_AMX, HAS_AVX512, HAS_BF16
 
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
-FETCHED = 16 if HAS_AVX512 else 8  # tokens whose keys, or values, a tile fetches ahead: all of KEYS in one panel
+FETCHED = 16 if HAS_AVX512 else 8  # tokens whose keys, or values, a tile in vectors fetches ahead
 
 
 def _softens(sides):

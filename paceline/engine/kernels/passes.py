@@ -104,8 +104,8 @@ def product(matrices, bf16, narrow, shape, rows, a, a_stride, w, steps, c, fresh
     is written and not added to. If `narrow` 16 columns will do, of floats.
 
     Takes and returns what `set_shape` was told last; what is left of `steps` is not for matrix registers. Each tile in
-    vectors fetches `nbytes` that are needed next; `following`: how many such there are, and then where. The last goes
-    first, and off the list.
+    vectors fetches `nbytes` that are needed next, or some of their lines if it has few steps; `following`: how many
+    such there are, and then where. The last goes first, and off the list.
     """
     line, whole, row = COLUMNS * 4, steps // MATRIX_STEPS * MATRIX_STEPS if matrices else 0, 0
     left = carray(_longs(following), (1,))
