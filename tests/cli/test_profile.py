@@ -311,13 +311,13 @@ def test_the_first_token_of_a_draft_costs_more():
 def test_widths_are_those_of_verifications(monkeypatch):
     runner = ModelRunner.load(BUILTIN / "coder-draft", max_batch_tokens=256, max_batch=1, num_blocks=32)
     drafter, spans = runner.drafter, list[tuple[int, bool]]()
-    forward = runner._forward
+    draft = runner._draft
 
-    def seen(jobs):
+    def seen(jobs, started):
+        draft(jobs, started)
         spans.extend((job.span.length, job.span.drafted) for job in jobs if job.work.emits)
-        return forward(jobs)
 
-    monkeypatch.setattr(runner, "_forward", seen)
+    monkeypatch.setattr(runner, "_draft", seen)
     seconds = step_seconds(runner, (1, 2, 5, 9), times=1)
     assert list(seconds) == [1, 2, 5, 9] and min(seconds.values()) > 0
     assert spans == 2 * [one for width in (1, 2, 5, 9) for one in 2 * [(width, width > 1)]]
