@@ -1,7 +1,7 @@
 """A whole step as one call of compiled code, as CUDA graphs are on GPUs: from hidden states to logits and draws.
 
 A pass over the weights leaves nothing of Python's in the caches: to plan a step, to ask for its parts and to draw from
-what they yield takes three to five times what it does in a loop of its own, 1 to 2 ms of a small model's 6 or 30.
+what they yield takes three to five times what it does in a loop of its own, 1 ms of a 55M model's 7, 2 of its 37.
 """
 
 from collections.abc import Sequence as Seq
