@@ -89,7 +89,7 @@ def _some(
                 )  # fmt: skip
             some, bits = logits[at, :rows], logits[at, :rows].view(np.int32)
             some_log_probs(some, bits, numbers, t, threads)
-            draw_some(some, bits, streams, places, whole, drawn[:, k], t, threads)
+            draw_some(some, bits, every[:rows], places[:rows], streams[:rows], whole, drawn[:, k], t, threads)
         turn = wait(gate, turn, threads)
 
 

@@ -5,6 +5,7 @@ what they yield takes three to five times what it does in a loop of its own, 1 m
 """
 
 from collections.abc import Sequence as Seq
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from paceline.engine.linear import TiledLinear, kernels
 from paceline.engine.load_plan import LOGIT_ROWS
 from paceline.engine.model import Decoder
 from paceline.engine.rope import Rotations
+from paceline.engine.verdict import to_judge
 
 try:
     with one_process_at_a_time():
@@ -63,10 +65,13 @@ class FusedStep:
             rows += span.read
         return len(jobs) > 0 and rows <= LOGIT_ROWS
 
-    def __call__(self, jobs: Seq[Job], draws: bool) -> tuple[Tensor, list[int]]:
-        """Logits [rows, vocabulary], and if wanted what is drawn from each row with the noise of its position, -1 where
-        there is no distribution. A job that emits has those of its last token and of its drafts."""
-        slices, ids, streams, places, numbers = list[Any](), list[int](), list[int](), list[int](), list[Any]()
+    def __call__(self, jobs: Seq[Job], block: bool) -> tuple[Tensor, list[tuple[Job, list[int]]]]:
+        """Logits [rows, vocabulary]: a job that emits has those of its last token and of its drafts; and of such jobs,
+        but for those whose rows penalties change, what is drawn from each row, or stays of a draft with the token
+        behind it (judged as a block, or token by token). It is -1 where there is no distribution.
+        """
+        slices, ids, draws, drawn_from = list[Any](), list[int](), list[int](), list[Job]()
+        places, streams, numbers, judged = list[int](), list[int](), list[Any](), list[Job]()
         end = read = 0
         for job in jobs:
             sequence, span, blocks, stop = job.sequence, job.span, job.sequence.blocks, job.span.start + job.span.length
@@ -75,11 +80,17 @@ class FusedStep:
             slices.append((span.start, span.length, *blocks.buffer_info(), len(ids), alone, span.read))
             ids += sequence.tokens[span.start : stop]
             ids += job.draft
-            end, read = max(end, stop), read + span.read
-            if draws and span.read:
-                streams += [sequence.state.stream] * span.read
+            if not span.read or sequence.state.penalties.active:
+                pass
+            elif job.draft_rows:
+                judged.append(job)
+            else:
+                drawn_from.append(job)
+                draws += range(read, read + span.read)
                 places += range(stop - span.read + 1, stop + 1)
+                streams += [sequence.state.stream] * span.read
                 numbers += [sequence.state.numbers] * span.read
+            end, read = max(end, stop), read + span.read
         rows, config, threads = len(ids), self.decoder.config, kernels.num_threads()
         apart, inside = kernels.apart(rows, threads), kernels.rows_inside(rows, threads)
         memory = self.kept if rows <= LOGIT_ROWS and not apart else self._memory(rows, inside)
@@ -89,13 +100,16 @@ class FusedStep:
         space, own_space = kernels.spaces(rows, self.widest, threads, apart)
         addresses = (one.data_ptr() for one in (x, *memory))
         buffers = np.array([*addresses, kernels.workspace(space), self.progress.ctypes.data])
-        drawn = np.full(len(places), -1)
+        drawn, asked = np.empty(len(draws), np.int64), to_judge(judged, config.vocab_size, block)
         fused_kernel.run(
             threads, rows, config.norm_eps, self.layers, self.shape, self.windows, np.array(slices), buffers,
-            own_space, apart, self.turns, self.head, logits.numpy(), np.array(streams, np.uint64),
-            np.array(places, np.int64), np.array(numbers, np.float64).reshape(-1, 4), drawn,
+            own_space, apart, self.turns, self.head, logits.numpy(), np.array(draws, np.int64),
+            np.array(places, np.int64), np.array(streams, np.uint64), np.array(numbers, np.float64).reshape(-1, 4),
+            drawn, *asked,
         )  # fmt: skip
-        return logits, drawn.tolist()
+        tokens, verdicts = iter(drawn.tolist()), zip(judged, asked[-1].tolist(), strict=True)
+        found = [(job, list(islice(tokens, job.span.read))) for job in drawn_from]
+        return logits, [*found, *((job, [*job.draft[:kept], last]) for job, (kept, last) in verdicts)]
 
     def _memory(self, rows: int, inside: int) -> list[Tensor]:
         return [*(torch.empty(rows, width) for width in self.widths), torch.empty(inside, self.inside)]

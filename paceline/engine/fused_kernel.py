@@ -39,10 +39,11 @@ from paceline.engine.kernels.rows import most_of_run
 from paceline.engine.kernels.threads import wait
 from paceline.engine.layout import BEGIN, BLOCKS, FIELDS, LENGTH, START, place_rows, place_tokens
 from paceline.engine.sample_kernels import draw_some
+from paceline.engine.verdict_kernel import ASKED, describe_some, judge_some
 
 ALONE, READ = FIELDS, FIELDS + 1  # of a slice, behind its layout: whether its tokens are rows; its last ones that count
 _FLOATS = types.float32[:, ::1]
-_DRAWS = types.uint64[::1], LONGS_1D, types.float64[:, ::1], LONGS_1D
+_DRAWS = LONGS_1D, LONGS_1D, types.uint64[::1], types.float64[:, ::1], LONGS_1D
 _PLAN = types.Tuple((LONGS_1D, LONGS_2D, LONGS_2D))
 
 
@@ -107,12 +108,12 @@ def _placed(slices, rows, shape, buffers, turns):
 @kernel(
     types.void(
         I64, I64, I64, F32, LONGS_2D, LONGS_1D, _PLAN, _PLAN, *[LONGS_1D] * 2, I64, types.boolean, LONGS_1D, _FLOATS,
-        *_DRAWS,
+        *_DRAWS, *ASKED,
     )
 )  # fmt: skip
 def _some(
-    t, threads, rows, eps, layers, shape, plan, last, kept, buffers, own_space, apart, head, logits, streams, places,
-    numbers, drawn,
+    t, threads, rows, eps, layers, shape, plan, last, kept, buffers, own_space, apart, head, logits, draws, places,
+    streams, numbers, drawn, judged, drafts, tokens, lanes, params, found, block, verdicts,
 ):  # fmt: skip
     """A thread's share of `run`."""
     hidden, vocabulary = shape[HIDDEN], logits.shape[1]
@@ -128,33 +129,38 @@ def _some(
             min(BLOCK, len(kept) - first), hidden, head[1], head[2], head[3], vocabulary, STORE,
             logits[first:].ctypes.data, vocabulary * 4, shared, own,
         )  # fmt: skip
-    if len(drawn):
-        draw_some(logits, logits.view(np.int32), streams, places, numbers, drawn, t, threads)
+    bits = logits.view(np.int32)
+    if len(draws):
+        draw_some(logits, bits, draws, places, streams, numbers, drawn, t, threads)
+    if len(judged):
+        describe_some(logits, bits, judged, params, found, t, threads)
+        wait(gate, turn, threads)
+        judge_some(logits, bits, judged, drafts, tokens, lanes, params, found, block, verdicts, t, threads)
 
 
 @kernel(
     types.void(
         I64, I64, F32, LONGS_2D, *[LONGS_1D] * 2, LONGS_2D, LONGS_1D, I64, types.boolean, _FLOATS, LONGS_1D, _FLOATS,
-        *_DRAWS,
+        *_DRAWS, *ASKED,
     ),
     fastmath=False, parallel=True,
 )  # fmt: skip
 def run(
-    threads, rows, eps, layers, shape, windows, slices, buffers, own_space, apart, turns, head, logits, streams, places,
-    numbers, drawn,
+    threads, rows, eps, layers, shape, windows, slices, buffers, own_space, apart, turns, head, logits, draws, places,
+    streams, numbers, drawn, judged, drafts, tokens, lanes, params, found, block, verdicts,
 ):  # fmt: skip
     """Slices int64 [slices, READ + 1] of hidden states X [rows, hidden], to logits [read, vocabulary] of the rows that
     are read, in order: of each slice so many, its last ones.
 
     eps, layers, shape, buffers, own_space, apart: as of `kernels.decoder_layers`. windows int64, ascending, 0: none;
-    turns float32 [positions, dims]; head: addresses of norm, weights, scales and bias. Unless `drawn` is empty each row
-    of logits is drawn from, by streams, places and numbers as of `sample_kernels.draw_rows`.
+    turns float32 [positions, dims]; head: addresses of norm, weights, scales and bias. Rows `draws` of logits are drawn
+    from, by places, streams and numbers as of `sample_kernels.draw_rows`; the rest is as of `verdict_kernel.judge`.
     """
     kept, read = _placed(slices, rows, shape, buffers, turns)
     plan, last = _attending(slices, shape, windows, threads), _attending(read, shape, windows, threads)
     carray(longs(buffers[SPACE]), (1,))[0] = 0
     for t in prange(threads):
         _some(
-            t, threads, rows, eps, layers, shape, plan, last, kept, buffers, own_space, apart, head, logits, streams,
-            places, numbers, drawn,
+            t, threads, rows, eps, layers, shape, plan, last, kept, buffers, own_space, apart, head, logits, draws,
+            places, streams, numbers, drawn, judged, drafts, tokens, lanes, params, found, block, verdicts,
         )  # fmt: skip

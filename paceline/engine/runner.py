@@ -30,14 +30,12 @@ from paceline.engine.fused import FusedStep
 from paceline.engine.gpu import PagedCache
 from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job, in_parts
-from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
 from paceline.engine.kv_cache import KVCache, kv_dtype
 from paceline.engine.load_plan import LOGIT_ROWS
 from paceline.engine.model import Decoder, Progress
 from paceline.engine.parallel import Peers, Place
 from paceline.engine.sampler import SamplingState
-from paceline.engine.verdict import compared
-from paceline.speculation import ngram, rejection
+from paceline.speculation import ngram
 
 
 class ModelRunner:
@@ -315,20 +313,16 @@ class ModelRunner:
 
     def _in_one_call(self, jobs: list[Job], runs: list[Job], started: float) -> Begun | None:
         """The whole step; None where it failed."""
-        emitting = [job for job in runs if job.work.emits]
-        draws = not any(job.draft_rows or job.sequence.state.penalties.active for job in emitting)
         try:
-            logits, drawn = self.fused(runs, draws)
+            logits, drawn = self.fused(runs, self.by_block)
         except Exception as error:  # part by part whose fault it is will be found out
             self._complain(f"a step is asked for part by part: {type(error).__name__}: {error}")
             return None
         begun = Begun(self, jobs, started, 0.0, self.draft_s)
         begun.computed = machine.Moment(self.device)
-        if draws:
-            for job in emitting:
-                self._take(job, drawn[job.first_row : job.first_row + 1 + len(job.draft)], logits)
-        else:
-            self._choose(emitting, logits)
+        for job, tokens in drawn:
+            self._take(job, tokens, logits)
+        self._choose([job for job in runs if job.work.emits and job.sequence.state.penalties.active], logits)
         self._tick()
         begun.sampled = machine.Moment(self.device)
         return begun
@@ -488,7 +482,7 @@ class ModelRunner:
         if not jobs:
             return
         try:
-            verdicts = self._verdicts(jobs, logits)
+            verdicts = verdict.judged(jobs, logits, self.by_block)
         except Exception as error:
             self._complain(f"a verdict failed: {type(error).__name__}: {error}")
             for job in jobs if len(jobs) > 1 else ():
@@ -499,26 +493,7 @@ class ModelRunner:
                 self._sample([job], logits[job.first_row : job.first_row + 1])
             return
         for job, (kept, last) in zip(jobs, verdicts, strict=True):
-            if last < 0:
-                job.error = NO_DISTRIBUTION
-                continue
             self._take(job, [*job.draft[:kept], last], logits)
-
-    def _verdicts(self, jobs: list[Job], logits: Tensor) -> list[tuple[int, int]]:
-        states, drafts = [job.sequence.state for job in jobs], [job.draft for job in jobs]
-        rows = [job.first_row + n for job in jobs for n in range(1 + len(job.draft))]
-        accept = [lane_key(job.sequence.state.stream, ACCEPT, job.end) for job in jobs]
-        last = [lane_key(job.sequence.state.stream, LAST, job.end) for job in jobs]
-        uniforms = [uniform(stream, n) for stream, draft in zip(accept, drafts, strict=True) for n in range(len(draft))]
-        with compared(logits, rows, states, drafts, [row for job in jobs for row in job.draft_rows]) as pair:
-            return rejection.verify(
-                pair,
-                [token for draft in drafts for token in draft],
-                [len(draft) for draft in drafts],
-                uniforms,
-                lambda log_weights: sampler.draw(log_weights, last, [0] * len(last)),
-                self.by_block,
-            )
 
     def _sample(self, jobs: list[Job], logits: Tensor) -> list[Job]:
         """A token for each of the jobs, from its row of logits; those whose next row counts too."""

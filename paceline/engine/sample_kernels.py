@@ -22,11 +22,10 @@ One file on purpose: Numba's cache on disk notices a change only in the file tha
 import math
 
 import numpy as np
-from numba import carray, njit, prange, types
+from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from paceline.compiled import linked
-from paceline.engine.addresses import floats
 
 BLOCK = 64  # tokens that share one maximum
 WIDE = 256  # tokens whose bounds or weights are computed together
@@ -476,26 +475,29 @@ def _draw_nucleus(
 
 @linked
 @njit(
-    types.void(_ROWS, _BITS, types.uint64[::1], types.int64[::1], _PARAMS, types.int64[:], types.int64, types.int64),
+    types.void(
+        _ROWS, _BITS, *[types.int64[::1]] * 2, types.uint64[::1], _PARAMS, types.int64[:], types.int64, types.int64
+    ),
     nogil=True, cache=True,
 )  # fmt: skip
 def draw_some(
     logits: Floats,
     bits: Ints,
-    streams: np.ndarray,
+    rows: np.ndarray,
     positions: np.ndarray,
+    streams: np.ndarray,
     params: np.ndarray,
     tokens: np.ndarray,
     first: int,
     step: int,
 ) -> None:
-    """`draw_rows` for rows first, first + step, ..."""
+    """`draw_rows` for rows[i] with i = first, first + step, ..."""
     vocab = logits.shape[1]
     maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
     bounds = np.empty(WIDE, np.float32)
     scratch = (np.empty(vocab + 1, np.int32), np.empty(vocab, np.float32))
-    for i in range(first, logits.shape[0], step):
-        row, row_bits = logits[i], bits[i]
+    for i in range(first, rows.shape[0], step):
+        row, row_bits = logits[rows[i]], bits[rows[i]]
         temperature, top_p, min_p, top_k = params[i, 0], params[i, 1], params[i, 2], np.int64(params[i, 3])
         key, has_nan = _summary(row_bits, maxima)
         peak = _as_float(_flip(key))
@@ -531,11 +533,12 @@ def draw_rows(
     logits float32 / bits int32 [n, vocab]; streams uint64 [n]; positions int64 [n]; params float64 [n, 4]: temperature,
     top_p, min_p, top_k (0 is off); tokens int64 [n]. Threads take rows in turn.
     """
+    rows = np.arange(logits.shape[0])
     if threads == 1:  # to wake the others on for nothing took 10 to 16 us
-        draw_some(logits, bits, streams, positions, params, tokens, 0, 1)
+        draw_some(logits, bits, rows, positions, streams, params, tokens, 0, 1)
     else:
         for thread in prange(threads):
-            draw_some(logits, bits, streams, positions, params, tokens, thread, threads)
+            draw_some(logits, bits, rows, positions, streams, params, tokens, thread, threads)
 
 
 @njit(nogil=True, cache=True)
@@ -566,7 +569,7 @@ def _block_log_probs(
 
 @linked
 @njit(types.void(_ROW, _KEYS, _KEYS, types.Tuple((_KEYS, _ROW)), _DOUBLES, _DOUBLES), nogil=True, cache=True)
-def _describe_row(
+def describe_row(
     row: Floats, bits: Ints, maxima: Ints, scratch: Scratch, params: np.ndarray, found: np.ndarray
 ) -> None:
     """What a row's log-probabilities are made with: found[0:5] = peak, 1 / temperature, log of the mass, and the
@@ -606,7 +609,7 @@ def some_log_probs(logits: Floats, bits: Ints, params: np.ndarray, first: int, s
     found = np.empty(5)
     for i in range(first, logits.shape[0], step):
         row = logits[i]
-        _describe_row(row, bits[i], maxima, scratch, params[i], found)
+        describe_row(row, bits[i], maxima, scratch, params[i], found)
         peak, inverse, shift = np.float32(found[0]), np.float32(found[1]), np.float32(found[2])
         if np.isnan(shift):
             row[:] = np.nan
@@ -630,140 +633,6 @@ def log_prob_rows(logits: Floats, bits: Ints, params: np.ndarray, threads: int) 
     else:
         for thread in prange(threads):
             some_log_probs(logits, bits, params, thread, threads)
-
-
-# Verdicts (`speculation.rejection.Pair`): target rows as logits and what `_describe_row` found, draft rows as
-# log-probabilities at an address
-
-
-@njit(nogil=True, cache=True)
-def _some_described(
-    logits: Floats, bits: Ints, rows: np.ndarray, params: np.ndarray, found: np.ndarray, first: int, step: int
-) -> None:
-    vocab = logits.shape[1]
-    maxima = np.empty((vocab + BLOCK - 1) // BLOCK, np.int32)
-    scratch = (np.empty(vocab + 1, np.int32), np.empty(vocab, np.float32))
-    for i in range(first, rows.shape[0], step):
-        _describe_row(logits[rows[i]], bits[rows[i]], maxima, scratch, params[i], found[i])
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def describe_targets(
-    logits: Floats, bits: Ints, rows: np.ndarray, params: np.ndarray, found: np.ndarray, threads: int
-) -> None:
-    """found[i] float64 [5] of row rows[i] of logits float32 / bits int32 [n, vocab]; params as in `draw_rows`."""
-    if threads == 1:
-        _some_described(logits, bits, rows, params, found, 0, 1)
-    else:
-        for thread in prange(threads):
-            _some_described(logits, bits, rows, params, found, thread, threads)
-
-
-@njit(nogil=True, cache=True)
-def log_ratios(
-    logits: Floats, bits: Ints, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, tokens: np.ndarray,
-    ratios: np.ndarray,
-) -> None:  # fmt: skip
-    """ratios[i] = log target[rows[i]](tokens[i]) - log draft(tokens[i]), with `found` of those rows, and draft rows at
-    addresses int64 `drafts`."""
-    vocab = logits.shape[1]
-    for i in range(rows.shape[0]):
-        token, key = tokens[i], _flip(bits[rows[i], tokens[i]])
-        stays = key > found[i, 3] or (key == found[i, 3] and token <= found[i, 4])
-        log_p = (np.float64(logits[rows[i], token]) - found[i, 0]) * found[i, 1] if stays else -np.inf
-        ratios[i] = log_p - found[i, 2] - np.float64(carray(floats(drafts[i]), (vocab,))[token])
-
-
-@njit(nogil=True, cache=True, fastmath=FAST)
-def _block_excess(
-    block: Floats, draft: Floats, peak: np.float32, inverse: np.float32, factor: np.float32, least: np.int32,
-    above: Floats,
-) -> np.float32:  # fmt: skip
-    """above[j] = max(0, factor * e^((block[j] - peak) * inverse) - e^draft[j]), and their sum."""
-    mass = np.float32(0.0)
-    for j in range(block.shape[0]):
-        target = factor * _exp((block[j] - peak) * inverse)
-        target = target if _flip(_as_bits(block[j])) >= least else np.float32(0.0)
-        rest = max(np.float32(0.0), target - _exp(draft[j]))
-        above[j] = rest
-        mass += rest
-    return mass
-
-
-@njit(nogil=True, cache=True)
-def _excess(row: Floats, found: np.ndarray, draft: Floats, weight: float, above: Floats) -> float:
-    """The mass of max(0, weight * target - draft), and itself in `above`; that and `draft` are [vocab], or have a place
-    for WIDE at a time."""
-    vocab, mass, start = row.shape[0], 0.0, 0
-    if np.isnan(found[2]):
-        above[:] = np.nan
-        return np.nan
-    peak, inverse, factor = np.float32(found[0]), np.float32(found[1]), np.float32(weight * math.exp(-found[2]))
-    floor, last = np.int64(found[3]), np.int64(found[4])
-    while start < vocab:
-        stop, least = _part(start, vocab, floor, last)
-        drafted = draft[start:stop] if draft.shape[0] >= vocab else draft
-        place = above[start:stop] if above.shape[0] >= vocab else above
-        mass += np.float64(_block_excess(row[start:stop], drafted, peak, inverse, factor, least, place))
-        start = stop
-    return mass
-
-
-@njit(nogil=True, cache=True)
-def _some_excesses(
-    logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, masses: np.ndarray,
-    first: int, step: int,
-) -> None:  # fmt: skip
-    """`excess_masses` for rows first, first + step, ..."""
-    above = np.empty(WIDE, np.float32)
-    for i in range(first, rows.shape[0], step):
-        draft = carray(floats(drafts[i]), (logits.shape[1],))
-        masses[i] = _excess(logits[rows[i]], found[i], draft, weights[i], above)
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def excess_masses(
-    logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, masses: np.ndarray,
-    threads: int,
-) -> None:  # fmt: skip
-    """masses[i] = sum of max(0, weights[i] * target[rows[i]] - draft), as in `log_ratios`."""
-    if threads == 1:
-        _some_excesses(logits, rows, found, drafts, weights, masses, 0, 1)
-    else:
-        for thread in prange(threads):
-            _some_excesses(logits, rows, found, drafts, weights, masses, thread, threads)
-
-
-@njit(nogil=True, cache=True)
-def _some_weights(
-    logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, last: Floats,
-    first: int, step: int,
-) -> None:  # fmt: skip
-    """`last_weights` for rows first, first + step, ..."""
-    nothing = np.full(WIDE, -np.inf, np.float32)
-    for i in range(first, rows.shape[0], step):
-        mass = 0.0
-        if drafts[i] != 0:
-            draft = carray(floats(drafts[i]), (logits.shape[1],))
-            mass = _excess(logits[rows[i]], found[i], draft, weights[i], last[i])
-        if not (mass > 0.0 and np.isfinite(mass)):
-            _excess(logits[rows[i]], found[i], nothing, 1.0, last[i])
-        if not np.isnan(found[i, 2]):
-            _take_logs(last[i])
-
-
-@njit(nogil=True, cache=True, parallel=True)
-def last_weights(
-    logits: Floats, rows: np.ndarray, found: np.ndarray, drafts: np.ndarray, weights: np.ndarray, last: Floats,
-    threads: int,
-) -> None:  # fmt: skip
-    """last[i] [vocab] = log max(0, weights[i] * target[rows[i]] - draft), where there is a draft (an address other than
-    0) and that has any mass; else of the target."""
-    if threads == 1:
-        _some_weights(logits, rows, found, drafts, weights, last, 0, 1)
-    else:
-        for thread in prange(threads):
-            _some_weights(logits, rows, found, drafts, weights, last, thread, threads)
 
 
 @njit(nogil=True, cache=True)

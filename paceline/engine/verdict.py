@@ -1,87 +1,92 @@
-"""Drafts that were drawn at random meet the target's logits: `speculation.rejection.Pair` without copies.
+"""Drafts that were drawn at random meet the target's logits (`speculation.rejection`).
 
-A row of the target is its logits and five numbers (`sample_kernels.describe_targets`): so of what has the size of the
-vocabulary only the last tokens' weights are made, a row for each request. Elsewhere than on CPUs, both are tensors of
-log-probabilities.
+On CPUs compiled code has the logits as they are (`verdict_kernel`); elsewhere both are tensors of log-probabilities.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from array import array
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.core.request import SamplingParams
+from paceline.core.work import SliceWork
 from paceline.engine import sampler
+from paceline.engine.compiling import one_process_at_a_time
+from paceline.engine.job import EngineSequence, Job
+from paceline.engine.keyed_random import ACCEPT, LAST, lane_key, uniform
 from paceline.engine.penalties import undo
-from paceline.engine.sampler import SamplingState, sample_kernels
-from paceline.speculation.rejection import Cut, LogProbs, Pair, verify
+from paceline.engine.sampler import SamplingState
+from paceline.speculation import rejection
+
+try:
+    with one_process_at_a_time():
+        from paceline.engine import verdict_kernel
+except ImportError:  # as in `sampler`
+    verdict_kernel = None
 
 
-@contextmanager
-def compared(
-    logits: Tensor, rows: Sequence[int], states: list[SamplingState], drafts: list[list[int]], draft_rows: list[Tensor]
-) -> Iterator[Pair]:
-    """These rows of logits float32 [any, vocab], 1 + len(drafts[i]) of them for states[i], against what was drafted
-    with `draft_rows`, log-probabilities [vocab] each. Afterwards the logits are as they were, bit for bit."""
-    if sampler.stock(logits):
-        target = logits[list(rows)]
+def judged(jobs: Sequence[Job], logits: Tensor, block: bool) -> list[tuple[int, int]]:
+    """Of each job how many drafted tokens stay, and the one that follows them, -1 where it has no distribution.
+
+    logits float32 [any, vocabulary], those of a job from `first_row` on; afterwards they are as they were, bit for bit.
+    """
+    states, drafts = [job.sequence.state for job in jobs], [job.draft for job in jobs]
+    rows = [job.first_row + n for job in jobs for n in range(1 + len(job.draft))]
+    if sampler.stock(logits) or verdict_kernel is None:
+        target = logits[rows]
         sampler.to_log_probs(target, states, drafts)
-        yield LogProbs(target, torch.stack(draft_rows))
-        return
-    array, before = logits.contiguous().numpy(), []
+        return _by_log_probs(jobs, target, block)
+    numbers, before = logits.contiguous().numpy(), []
     try:
         for n, state in sampler.penalised(states, drafts):
-            before.append((array[rows[n]], state.penalties.apply(array[rows[n]])))
-        yield _Logits(array, np.array(rows, np.int64), sampler.row_numbers(states, drafts), draft_rows)
+            before.append((numbers[rows[n]], state.penalties.apply(numbers[rows[n]])))
+        vocab = numbers.shape[1]
+        asked = to_judge(jobs, vocab, block)
+        verdict_kernel.judge(numbers, numbers.view(np.int32), *asked, sampler.threads(len(rows) * vocab))
     finally:
         for row, values in before:
             undo(row, values)
+    return [(kept, token) for kept, token in asked[-1].tolist()]
+
+
+def to_judge(jobs: Sequence[Job], vocab: int, block: bool) -> tuple:
+    """What `verdict_kernel.judge` is asked about logits; the last one is where it answers."""
+    lines, addresses, tokens = list[tuple[int, int, int, int]](), list[int](), list[int]()
+    for job in jobs:
+        for row in job.draft_rows:
+            assert row.shape == (vocab,) and row.is_contiguous() and row.dtype == torch.float32
+            addresses.append(row.data_ptr())
+        lines.append((job.first_row, len(tokens), len(job.draft), job.end))
+        tokens += job.draft
+    states = [job.sequence.state for job in jobs]
+    return (
+        np.array(lines, np.int64).reshape(-1, 4), np.array(addresses, np.int64), np.array(tokens, np.int64),
+        np.array([state.stream for state in states], np.uint64),
+        np.array([state.numbers for state in states], np.float64).reshape(-1, 4),
+        np.empty((len(tokens) + len(lines), 5)), block, np.empty((len(lines), 2), np.int64),
+    )  # fmt: skip
+
+
+def _by_log_probs(jobs: Sequence[Job], target: Tensor, block: bool) -> list[tuple[int, int]]:
+    accept, last = (
+        [lane_key(job.sequence.state.stream, lane, job.end) for job in jobs] for lane in (ACCEPT, LAST)
+    )
+    return rejection.verify(
+        rejection.LogProbs(target, torch.stack([row for job in jobs for row in job.draft_rows])),
+        [token for job in jobs for token in job.draft],
+        [len(job.draft) for job in jobs],
+        [uniform(stream, n) for stream, job in zip(accept, jobs, strict=True) for n in range(len(job.draft))],
+        lambda log_weights: sampler.draw(log_weights, last, [0] * len(last)),
+        block,
+    )
 
 
 def warm_up(vocab_size: int, device: str = "cpu") -> None:
     """Compiles or loads what a verdict needs."""
     row, state = torch.zeros(1, vocab_size, device=device), SamplingState(SamplingParams(), vocab_size, (), (), ())
-    with compared(row.repeat(3, 1), [0, 1, 2], [state], [[0, 0]], [*row.repeat(2, 1).log_softmax(1)]) as pair:
-        verify(pair, [0, 0], [2], [1.0, 1.0], lambda weights: [0], True)
-
-
-class _Logits:
-    def __init__(
-        self, logits: np.ndarray, rows: np.ndarray, params: list[tuple[float, float, float, int]], drafts: list[Tensor]
-    ) -> None:
-        vocab = logits.shape[1]
-        assert all(row.shape == (vocab,) and row.is_contiguous() and row.dtype == torch.float32 for row in drafts)
-        self.logits, self.bits, self.rows = logits, logits.view(np.int32), rows
-        self.found, self.drafts = np.empty((len(rows), 5)), np.array([row.data_ptr() for row in drafts], np.int64)
-        self.threads = sampler.threads(len(rows) * vocab)
-        sample_kernels.describe_targets(
-            logits, self.bits, rows, np.array(params, np.float64), self.found, self.threads
-        )
-
-    def log_ratios(self, rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        ratios, some = np.empty(len(tokens)), np.array(rows, np.int64)
-        ids = np.array(tokens, np.int64)
-        sample_kernels.log_ratios(
-            self.logits, self.bits, self.rows[some], self.found[some], self.drafts, ids, ratios
-        )
-        return ratios.tolist()
-
-    def excess(self, rows: Sequence[int], drafts: Sequence[int], weights: Sequence[float]) -> list[float]:
-        masses, some, chosen = np.empty(len(rows)), np.array(rows, np.int64), np.array(drafts, np.int64)
-        sample_kernels.excess_masses(
-            self.logits, self.rows[some], self.found[some], self.drafts[chosen], np.array(weights, np.float64), masses,
-            self.threads,
-        )  # fmt: skip
-        return masses.tolist()
-
-    def last(self, rows: Sequence[int], cut: Sequence[Cut]) -> Tensor:
-        last, some = torch.empty(len(rows), self.logits.shape[1]), np.array(rows, np.int64)
-        drafts, weights = np.zeros(len(rows), np.int64), np.ones(len(rows))
-        for place, draft, weight in cut:
-            drafts[place], weights[place] = self.drafts[draft], weight
-        sample_kernels.last_weights(
-            self.logits, self.rows[some], self.found[some], drafts, weights, last.numpy(), self.threads
-        )
-        return last
+    sequence = EngineSequence(array("q"), 0, frozenset(), state.params, state)
+    draft = list(row.repeat(2, 1).log_softmax(1))
+    job = Job(SliceWork(0, 0, 3, True, 0, [], num_draft=2), sequence, draft=[0, 0], draft_rows=draft)
+    judged([job], row.repeat(3, 1), True)

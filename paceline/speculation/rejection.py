@@ -18,7 +18,7 @@ Requests that are greedy or seeded need none of this: ordinary sampling decides 
 the position has in any case, and a drafted token stays if it is the same (`engine.runner`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from itertools import accumulate
 from math import exp
 from typing import NamedTuple, Protocol
@@ -85,42 +85,70 @@ def acceptance(
     """
     accept, weights, going_on = list[float](), list[float](), list[int]()
     rows = [begin + n for begin, length in zip(_begins(lengths, 1), lengths, strict=True) for n in range(length)]
-    ratios = iter(pair.log_ratios(rows, tokens))
-    for length in lengths:
-        weights.append(1.0)
-        log_p = 0.0
-        for _ in range(length):
-            ratio = next(ratios) + (log_p if block else 0.0)
-            log_p = 0.0 if ratio > 0 else ratio  # NaN stays: nothing passes then
-            accept.append(exp(log_p))
-            weights.append(exp(log_p) if block else 1.0)
-        if block:
-            going_on += _open(accept, range(len(accept) - length, len(accept)), uniforms)
+    ratios = pair.log_ratios(rows, tokens)
+    for begin, length in zip(_begins(lengths), lengths, strict=True):
+        p, weight = [0.0] * length, [1.0] * (length + 1)
+        chances(ratios[begin : begin + length], block, p, weight)
+        if block and uniforms is None:
+            going_on += range(begin, begin + length - 1)
+        elif block:
+            some = uniforms[begin : begin + length]
+            going_on += [begin + n for n in range(first_open(p, some), length - 1) if some[n] < p[n]]
+        accept += p
+        weights += weight
     p, behind = [accept[i] for i in going_on], [rows[i] + 1 for i in going_on]
     masses = pair.excess(behind, [i + 1 for i in going_on], p) if going_on else []
     for i, excess in zip(going_on, masses, strict=True):
-        accept[i] = excess / (excess + (1 - accept[i])) if excess > 0 else float(accept[i] >= 1)
+        accept[i] = settled(accept[i], excess)
     return accept, weights
 
 
-def _open(p: Sequence[float], block: range, uniforms: Sequence[float] | None) -> list[int]:
-    """Where in a block it takes more than p to know what stays: nowhere before a token that p alone lets pass."""
-    if uniforms is None:
-        return list(block[:-1])
-    passed = (i for i in reversed(block) if uniforms[i] < p[i] and (i == block[-1] or p[i] >= 1))
-    return [i for i in range(next(passed, block.start - 1) + 1, block.stop - 1) if uniforms[i] < p[i]]
-
-
 def count(accept: Sequence[float], uniforms: Sequence[float], lengths: Sequence[int], block: bool) -> list[int]:
-    """How many drafted tokens of each request stay: to the first that does not pass, or the last that does."""
-    kept, begin = [], 0
-    for length in lengths:
-        passed = [uniforms[i] < accept[i] for i in range(begin, begin + length)]
-        if block:
-            kept.append(max((n + 1 for n, good in enumerate(passed) if good), default=0))
-        else:
-            kept.append(next((n for n, good in enumerate(passed) if not good), length))
-        begin += length
+    """How many drafted tokens of each request stay."""
+    ends = accumulate(lengths)
+    return [
+        stay(accept[end - length : end], uniforms[end - length : end], block)
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+
+
+# The rules for one request, as `engine.verdict_kernel` has them compiled too
+
+
+def chances(ratios: Sequence[float], block: bool, p: MutableSequence[float], weights: MutableSequence[float]) -> None:
+    """Fills in p [K], and the weights [1 + K] of the target's rows but the first, from log target - log draft."""
+    log_p = 0.0
+    for n in range(len(ratios)):
+        ratio = ratios[n] + (log_p if block else 0.0)
+        log_p = 0.0 if ratio > 0 else ratio  # NaN stays: nothing passes then
+        p[n] = exp(log_p)
+        weights[n + 1] = p[n] if block else 1.0
+
+
+def first_open(p: Sequence[float], uniforms: Sequence[float]) -> int:
+    """Where in a block it begins to take more than p to know what stays: behind the last token that p alone lets
+    pass."""
+    for n in range(len(p) - 1, -1, -1):
+        if uniforms[n] < p[n] and (n == len(p) - 1 or p[n] >= 1):
+            return n + 1
+    return 0
+
+
+def settled(p: float, excess: float) -> float:
+    """A token's probability to pass in a block, with so much of max(0, p * target - draft) behind it."""
+    if excess > 0:
+        return excess / (excess + (1 - p))
+    return 1.0 if p >= 1 else 0.0
+
+
+def stay(accept: Sequence[float], uniforms: Sequence[float], block: bool) -> int:
+    """How many drafted tokens do: to the first that does not pass, or in a block the last that does."""
+    kept = 0
+    for n in range(len(accept)):
+        if uniforms[n] < accept[n]:
+            kept = n + 1
+        elif not block:
+            break
     return kept
 
 

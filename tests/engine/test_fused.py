@@ -11,7 +11,7 @@ from paceline.cli.sources import BUILTIN
 from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import fused as fused_module
-from paceline.engine import sampler
+from paceline.engine import sampler, verdict
 from paceline.engine.begun import NO_DISTRIBUTION
 from paceline.engine.linear import kernels
 from paceline.engine.runner import ModelRunner
@@ -81,15 +81,20 @@ def test_wide_steps(prompts, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
 @pytest.mark.parametrize("drafter", ["ngram", str(BUILTIN / "coder-draft"), "early_exit"])
-def test_verifications(prompts, drafter, seeded):  # noqa: F811
-    parts, call, before, after = both(load(drafter), prompts, params(seeded))
+def test_verifications(prompts, drafter, seeded, monkeypatch):  # noqa: F811
+    runner, judged, behind = load(drafter), verdict.judged, []
+    monkeypatch.setattr(verdict, "judged", lambda *args: behind.append(runner.fused is None) or judged(*args))
+    parts, call, before, after = both(runner, prompts, params(seeded))
     assert call == parts and before > 5 and after == 0
+    assert all(behind) and bool(behind) == (not seeded and drafter != "ngram")
 
 
+@pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_whatever_happens(prompts, name):  # noqa: F811
-    """Some with penalties, which are drawn one by one, and of all the others then too."""
-    some = [replace(one, frequency_penalty=0.3 * (i == 2), max_tokens=30 - 2 * i) for i, one in enumerate(params(True))]
+def test_whatever_happens(prompts, name, seeded):  # noqa: F811
+    """One with penalties, which is drawn or judged behind the call; the others in it."""
+    some = [replace(one, max_tokens=30 - 2 * i) for i, one in enumerate(params(seeded))]
+    some[2] = replace(some[2], frequency_penalty=0.3)
     parts, call, before, after = both(load(str(BUILTIN / "coder-draft")), prompts, some, **SCHEDULES[name]())
     assert call == parts and before > 5 and after == 0
 

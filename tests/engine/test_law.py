@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from paceline.core.request import SamplingParams
-from paceline.engine import drafters, sampler
+from paceline.engine import drafters, sampler, verdict
 from paceline.engine.drafters import Part
+from paceline.engine.fused import FusedStep
 from paceline.engine.job import Job
 from paceline.engine.keyed_random import LAST
 from paceline.engine.sampler import SamplingState
@@ -61,7 +62,7 @@ def test_the_law_is_the_targets_with_chunks_and_preemption(tmp_path, name):
 # Mistakes. Coarse ones: so few samples tell no others. The oracle of tests/speculation and the long version do.
 
 
-ACCEPTANCE, DRAW, TAKE = rejection.acceptance, drafters._take, Job.take
+ACCEPTANCE, DRAW, TAKE, TO_JUDGE = rejection.acceptance, drafters._take, Job.take, verdict.to_judge
 
 
 def always_accepted(*args: object) -> tuple[list[float], list[float]]:
@@ -71,6 +72,11 @@ def always_accepted(*args: object) -> tuple[list[float], list[float]]:
 
 def last_from_the_target(pair: rejection.Pair, weights: list[float], lengths: list[int], kept: list[int]):
     return pair.last([begin + n for begin, n in zip(rejection._begins(lengths, 1), kept, strict=True)], [])
+
+
+def against_another_draft(*args: object) -> tuple:
+    lines, drafts, *rest = TO_JUDGE(*args)
+    return lines, drafts[::-1].copy(), *rest
 
 
 def none_for_token_0(part: Part, tokens: list[int], rows: torch.Tensor) -> bool:
@@ -90,6 +96,7 @@ MISTAKES: dict[str, tuple[str, object, str, Callable | int]] = {
     "all accepted": ("K=5", rejection, "acceptance", always_accepted),
     "all accepted, token level": ("token level", rejection, "acceptance", always_accepted),
     "the last token from the target": ("K=5", rejection, "last_log_weights", last_from_the_target),
+    "drafts judged by each other's rows": ("K=5", verdict, "to_judge", against_another_draft),
     "token 0 taken for missing": ("K=5", drafters, "_take", none_for_token_0),
     "n-grams accepted unseen": ("n-gram", Job, "take", whatever_was_drafted),
     "penalties that do not see the draft": ("penalties and bias", sampler, "penalised", blind),
@@ -102,6 +109,9 @@ def test_mistakes_show(tmp_path, monkeypatch, mistake):
     name, *patch = MISTAKES[mistake]
     samples = law.Samples(tmp_path, **LAWS[name])
     monkeypatch.setattr(*patch)
+    if patch[0] is rejection:  # in compiled code its rules are what they were
+        monkeypatch.setattr(verdict, "verdict_kernel", None)
+        monkeypatch.setattr(FusedStep, "takes", lambda *_: False)
     assert samples.draw(range(1000, 1000 + MANY)).off() > 3.7
 
 

@@ -252,7 +252,7 @@ def test_noise_that_is_shared_shows(mistake: str) -> None:
 
 
 def test_a_block_that_p_alone_decides_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rejection, "_open", lambda p, block, uniforms: [])
+    monkeypatch.setattr(rejection, "first_open", lambda p, uniforms: len(p))
     assert emitted(True) > 10
 
 
