@@ -58,9 +58,9 @@ class Chain:
         self.plans[:, kernels.RUN_FIRST], self.plans[:, kernels.RUN_MOST] = self.first.ctypes.data, 1
         self.plans[:, kernels.ROW_LOW] = [seen.ctypes.data for seen in self.seen[1:]]
 
-    def draw(self, links: Seq[Link], keep: bool) -> list[tuple[list[int], Tensor | None]]:
+    def draw(self, links: Seq[Link], keep: bool) -> list[tuple[list[int], Seq[Tensor]]]:
         """What is drawn for each, -1 where there was no distribution (nothing behind that counts), and if it is to
-        `keep` them the log-probabilities that each is drawn from, [draws, vocabulary]."""
+        `keep` them the log-probabilities [vocabulary] that each is drawn from."""
         order = sorted(range(len(links)), key=lambda i: -links[i].passes)
         some, rows = [links[i] for i in order], len(links)
         passes, end = [link.passes for link in some], max(link.start + link.passes for link in some)
@@ -77,7 +77,6 @@ class Chain:
         threads = 1 if rows * self.products <= ALONE else kernels.num_threads()
         space, own_space = kernels.spaces(rows, self.widest, threads)
         self.buffers[kernels.SPACE] = kernels.workspace(space)
-        self.plans[:, kernels.ROW_TABLE], self.plans[:, kernels.ROW_WIDTH] = tables.ctypes.data, tables.shape[1]
         drawn = np.empty_like(fed)
         chain_kernel.run(
             threads, self.decoder.config.norm_eps, self.layers, self.shape, self.plans, NO_CHUNKS, self.every,
@@ -86,8 +85,9 @@ class Chain:
             self.turns, self.head, logits.numpy(), np.array([link.stream for link in some], np.uint64),
             np.array([link.numbers for link in some], np.float64), self.whole, drawn, self.seen,
         )  # fmt: skip
-        found: list[tuple[list[int], Tensor | None]] = [([], None)] * rows
+        found: list[tuple[list[int], Seq[Tensor]]] = [([], ())] * rows
+        tokens, kept = drawn.tolist(), logits.flatten(0, 1).unbind() if keep else ()
         for row, (i, link) in enumerate(zip(order, some, strict=True)):
             first, last = len(link.given) - 1, link.passes
-            found[i] = drawn[row, first:last].tolist(), logits[first:last, row] if keep else None
+            found[i] = tokens[row][first:last], kept[first * rows + row : last * rows : rows]
         return found

@@ -10,6 +10,8 @@ from paceline.engine.kernels.layers import (
     DIMS,
     HIDDEN,
     KV_HEADS,
+    ROW_TABLE,
+    ROW_WIDTH,
     RUN_COUNT,
     RUN_LONGEST,
     SIZE_,
@@ -110,6 +112,7 @@ def run(
     `sample_kernels.draw_rows`, and `whole` those that take all.
     """
     carray(longs(buffers[SPACE]), (1,))[0] = 0
+    plans[:, ROW_TABLE], plans[:, ROW_WIDTH] = tables.ctypes.data, tables.shape[1]
     if threads == 1:
         _some(
             0, 1, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table,

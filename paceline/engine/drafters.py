@@ -117,7 +117,7 @@ class Link(NamedTuple):
 class Chained(Protocol):
     """`chain.Chain`."""
 
-    def draw(self, links: Seq[Link], keep: bool) -> list[tuple[list[int], Tensor | None]]: ...
+    def draw(self, links: Seq[Link], keep: bool) -> list[tuple[list[int], Seq[Tensor]]]: ...
 
 
 class Distributions(Protocol):
@@ -254,7 +254,7 @@ def _is_plain(part: Part) -> bool:
     return end and part.length <= SHORT and job.work.num_draft > 0 and not job.sequence.state.penalties.active
 
 
-def _take(part: Part, tokens: list[int], rows: Tensor | None) -> bool:
+def _take(part: Part, tokens: list[int], rows: Tensor | Seq[Tensor]) -> bool:
     """Drafts the first of these tokens, and each behind a guess that was right. False: the model had nothing to say."""
     job = part.job
     for n, token in enumerate(tokens):

@@ -28,23 +28,31 @@ except (ImportError, ValueError):  # as in `linear`
     fused_kernel = None
 
 
+KINDS = torch.float32, torch.bfloat16, torch.float16  # of a table, as `fused_kernel` counts them
+
+
 class FusedStep:
     """Of a whole model, over its cache."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, progress: np.ndarray) -> None:
         """`progress[0]` counts layers."""
-        self.decoder, self.progress, config = decoder, progress, decoder.config
+        self.decoder, self.progress, config, table = decoder, progress, decoder.config, decoder.embedding.table
+        self.source = np.array([*decoder.embedding.place, len(table), KINDS.index(table.dtype)])
         self.head = np.array([decoder.norm.weight.data_ptr(), *decoder.head.addresses], np.int64)
         self.layers, self.shape = decoder.lines(cache)
         self.windows = np.array(sorted(window or 0 for window in set(config.windows)), np.int64)
         self.turns = decoder.rotations.up_to(1)
         queries, pad = config.heads * config.head_dim, kernels.LINE // 4
-        # floats of a row: its turns, where it is written to, heads, what they attend to; between the linear layers
+        # floats of a row: hidden state, turns, where it is written to, heads, what they see; between linear layers
         self.widths = (
-            config.head_dim, 2 * config.kv_heads, queries + 2 * config.kv_heads * config.head_dim, queries + pad,
+            config.hidden, config.head_dim, 2 * config.kv_heads, queries + 2 * config.kv_heads * config.head_dim,
+            queries + pad,
         )  # fmt: skip
         self.inside, self.widest = config.intermediate + pad, max(config.hidden, config.intermediate, queries)
-        self.kept = self._memory(LOGIT_ROWS, kernels.rows_inside(LOGIT_ROWS, 1))  # those of wider steps are their own
+        self.most = 2 * LOGIT_ROWS  # rows of logits: nothing makes a copy of them
+        self.nothing = to_judge([], config.vocab_size, True)
+        # those of wider steps are their own
+        self.kept, self.addresses = self._memory(LOGIT_ROWS, kernels.rows_inside(LOGIT_ROWS, 1))
 
     @staticmethod
     def of(decoder: Decoder, cache: Any, progress: np.ndarray) -> "FusedStep | None":
@@ -63,7 +71,7 @@ class FusedStep:
             if job.error or span.read is None or span.start + span.length > Rotations.KEPT:
                 return False
             rows += span.read
-        return len(jobs) > 0 and rows <= LOGIT_ROWS
+        return len(jobs) > 0 and rows <= self.most
 
     def __call__(self, jobs: Seq[Job], block: bool) -> tuple[Tensor, list[tuple[Job, list[int]]]]:
         """Logits [rows, vocabulary]: a job that emits has those of its last token and of its drafts; and of such jobs,
@@ -93,23 +101,29 @@ class FusedStep:
             end, read = max(end, stop), read + span.read
         rows, config, threads = len(ids), self.decoder.config, kernels.num_threads()
         apart, inside = kernels.apart(rows, threads), kernels.rows_inside(rows, threads)
-        memory = self.kept if rows <= LOGIT_ROWS and not apart else self._memory(rows, inside)
+        narrow = rows <= LOGIT_ROWS and not apart
+        memory, addresses = (self.kept, self.addresses.copy()) if narrow else self._memory(rows, inside)
         if end > len(self.turns):
             self.turns = self.decoder.rotations.up_to(end)
-        x, logits = self.decoder.embedding.rows(ids), torch.empty(read, config.vocab_size)
+        logits = torch.empty(read, config.vocab_size)
         space, own_space = kernels.spaces(rows, self.widest, threads, apart)
-        addresses = (one.data_ptr() for one in (x, *memory))
-        buffers = np.array([*addresses, kernels.workspace(space), self.progress.ctypes.data])
-        drawn, asked = np.empty(len(draws), np.int64), to_judge(judged, config.vocab_size, block)
-        fused_kernel.run(
-            threads, rows, config.norm_eps, self.layers, self.shape, self.windows, np.array(slices), buffers,
-            own_space, apart, self.turns, self.head, logits.numpy(), np.array(draws, np.int64),
-            np.array(places, np.int64), np.array(streams, np.uint64), np.array(numbers, np.float64).reshape(-1, 4),
-            drawn, *asked,
+        addresses[kernels.SPACE] = kernels.workspace(space)
+        drawn = np.empty(len(draws), np.int64)
+        asked = to_judge(judged, config.vocab_size, block) if judged else self.nothing
+        known = fused_kernel.run(
+            threads, self.source, np.array(ids), config.norm_eps, self.layers, self.shape, self.windows,
+            np.array(slices), addresses, own_space, apart, self.turns, self.head, logits.numpy(),
+            np.array(draws, np.int64), np.array(places, np.int64), np.array(streams, np.uint64),
+            np.array(numbers, np.float64).reshape(-1, 4), drawn, *asked,
         )  # fmt: skip
+        if known < rows:
+            raise ValueError(f"there is no embedding of token {ids[known]}")
+        del memory  # until now it is in use
         tokens, verdicts = iter(drawn.tolist()), zip(judged, asked[-1].tolist(), strict=True)
         found = [(job, list(islice(tokens, job.span.read))) for job in drawn_from]
         return logits, [*found, *((job, [*job.draft[:kept], last]) for job, (kept, last) in verdicts)]
 
-    def _memory(self, rows: int, inside: int) -> list[Tensor]:
-        return [*(torch.empty(rows, width) for width in self.widths), torch.empty(inside, self.inside)]
+    def _memory(self, rows: int, inside: int) -> tuple[list[Tensor], np.ndarray]:
+        """And where it is, with a place for the work space."""
+        memory = [*(torch.empty(rows, width) for width in self.widths), torch.empty(inside, self.inside)]
+        return memory, np.array([*(one.data_ptr() for one in memory), 0, self.progress.ctypes.data])

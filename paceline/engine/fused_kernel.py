@@ -1,10 +1,10 @@
 """The kernel of `fused`: `decoder_layers` with all that a step has before and behind it."""
 
 import numpy as np
-from numba import carray, prange, types
+from numba import carray, njit, prange, types
 
 from paceline.compiled import linked
-from paceline.engine.addresses import floats, longs
+from paceline.engine.addresses import floats, longs, read_at
 from paceline.engine.kernels.common import BLOCK, F32, I64, LONGS_1D, LONGS_2D, STORE, kernel
 from paceline.engine.kernels.layers import (
     CHUNK_BEGIN,
@@ -38,10 +38,12 @@ from paceline.engine.kernels.products import some_linear
 from paceline.engine.kernels.rows import most_of_run
 from paceline.engine.kernels.threads import wait
 from paceline.engine.layout import BEGIN, BLOCKS, FIELDS, LENGTH, START, place_rows, place_tokens
-from paceline.engine.sample_kernels import draw_some
+from paceline.engine.sample_kernels import _as_float, draw_some
 from paceline.engine.verdict_kernel import ASKED, describe_some, judge_some
 
 ALONE, READ = FIELDS, FIELDS + 1  # of a slice, behind its layout: whether its tokens are rows; its last ones that count
+FILE, FROM, COUNT, KIND, SOURCE = range(5)  # of the embedding: see `model.Embedding.place`; rows; what of
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
 _FLOATS = types.float32[:, ::1]
 _DRAWS = LONGS_1D, LONGS_1D, types.uint64[::1], types.float64[:, ::1], LONGS_1D
 _PLAN = types.Tuple((LONGS_1D, LONGS_2D, LONGS_2D))
@@ -79,6 +81,41 @@ def _attending(slices, shape, windows, threads):
         plan[ROW_LOW], plan[ROW_HIGH], plan[RUN_FIRST] = low.ctypes.data, ends.ctypes.data, first.ctypes.data
         plan[RUN_COUNT], plan[RUN_MOST], plan[RUN_LONGEST] = runs, most, seen
     return held, plans, chunks
+
+
+@njit(nogil=True)
+def _of_half(bits):
+    """A number of float16, as float32: its exponent is moved by 112, but for infinities and NaNs."""
+    number = np.int32((bits & 0x7FFF) << 13)
+    if number >= 0x0F800000:
+        return _as_float(np.int32(number | 0x7F800000 | (bits & 0x8000) << 16))
+    number = _as_float(number) * np.float32(2.0**112)
+    return -number if bits & 0x8000 else number
+
+
+@linked
+@kernel(I64(LONGS_1D, LONGS_1D, I64, I64))
+def _embedded(source, ids, hidden, into):
+    """Fills [tokens, hidden] there; how many of them there are rows for."""
+    x = carray(floats(into), (len(ids), hidden))
+    size, halves = hidden * (4 if source[KIND] == FLOAT32 else 2), np.empty(hidden, np.uint16)
+    for i in range(len(ids)):
+        if ids[i] < 0 or ids[i] >= source[COUNT]:
+            return i
+        place = source[FROM] + ids[i] * size
+        if source[FILE] < 0:
+            x[i] = carray(floats(place), (hidden,))
+            continue
+        room = x[i].ctypes.data if source[KIND] == FLOAT32 else halves.ctypes.data
+        if read_at(source[FILE], room, size, place) != size:
+            return i
+        if source[KIND] == BFLOAT16:
+            for j in range(hidden):
+                x[i, j] = _as_float(np.int32(np.int32(halves[j]) << 16))
+        elif source[KIND] == FLOAT16:
+            for j in range(hidden):
+                x[i, j] = _of_half(np.int32(halves[j]))
+    return len(ids)
 
 
 @linked
@@ -139,23 +176,29 @@ def _some(
 
 
 @kernel(
-    types.void(
-        I64, I64, F32, LONGS_2D, *[LONGS_1D] * 2, LONGS_2D, LONGS_1D, I64, types.boolean, _FLOATS, LONGS_1D, _FLOATS,
-        *_DRAWS, *ASKED,
+    I64(
+        I64, *[LONGS_1D] * 2, F32, LONGS_2D, *[LONGS_1D] * 2, LONGS_2D, LONGS_1D, I64, types.boolean, _FLOATS,
+        LONGS_1D, _FLOATS, *_DRAWS, *ASKED,
     ),
     fastmath=False, parallel=True,
 )  # fmt: skip
 def run(
-    threads, rows, eps, layers, shape, windows, slices, buffers, own_space, apart, turns, head, logits, draws, places,
-    streams, numbers, drawn, judged, drafts, tokens, lanes, params, found, block, verdicts,
+    threads, source, ids, eps, layers, shape, windows, slices, buffers, own_space, apart, turns, head, logits, draws,
+    places, streams, numbers, drawn, judged, drafts, tokens, lanes, params, found, block, verdicts,
 ):  # fmt: skip
-    """Slices int64 [slices, READ + 1] of hidden states X [rows, hidden], to logits [read, vocabulary] of the rows that
-    are read, in order: of each slice so many, its last ones.
+    """Tokens ids int64 [rows] of slices int64 [slices, READ + 1], to logits [read, vocabulary] of the rows that are
+    read, in order: of each slice so many, its last ones. Returns for how many of the tokens there are embeddings:
+    unless that is all, nothing is done.
 
-    eps, layers, shape, buffers, own_space, apart: as of `kernels.decoder_layers`. windows int64, ascending, 0: none;
-    turns float32 [positions, dims]; head: addresses of norm, weights, scales and bias. Rows `draws` of logits are drawn
-    from, by places, streams and numbers as of `sample_kernels.draw_rows`; the rest is as of `verdict_kernel.judge`.
+    source int64 [SOURCE]; eps, layers, shape, buffers, own_space, apart: as of `kernels.decoder_layers`. windows int64,
+    ascending, 0: none; turns float32 [positions, dims]; head: addresses of norm, weights, scales and bias. Rows `draws`
+    of logits are drawn from, by places, streams and numbers as of `sample_kernels.draw_rows`; the rest is as of
+    `verdict_kernel.judge`.
     """
+    rows = len(ids)
+    known = _embedded(source, ids, shape[HIDDEN], buffers[X])
+    if known < rows:
+        return known
     kept, read = _placed(slices, rows, shape, buffers, turns)
     plan, last = _attending(slices, shape, windows, threads), _attending(read, shape, windows, threads)
     carray(longs(buffers[SPACE]), (1,))[0] = 0
@@ -164,3 +207,4 @@ def run(
             t, threads, rows, eps, layers, shape, plan, last, kept, buffers, own_space, apart, head, logits, draws,
             places, streams, numbers, drawn, judged, drafts, tokens, lanes, params, found, block, verdicts,
         )  # fmt: skip
+    return rows

@@ -63,10 +63,13 @@ class Layer:
 class Embedding(Protocol):
     """Token ids [tokens] to [tokens, hidden], float32 on CPUs."""
 
+    table: Tensor
+
     def __call__(self, tokens: Tensor) -> Tensor: ...
 
-    def rows(self, tokens: list[int]) -> Tensor:
-        """The same, of numbers on the host."""
+    @property
+    def place(self) -> tuple[int, int]:
+        """A file and where in it the table begins, or -1 and an address."""
         ...
 
 
@@ -87,19 +90,20 @@ class FileEmbedding:
         finalize(self, os.close, self.file)
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        return self.rows(tokens.tolist())
-
-    def rows(self, tokens: list[int]) -> Tensor:
         count, width = self.table.shape
         size = width * self.table.element_size()
         rows = bytearray(len(tokens) * size)
         memory = memoryview(rows)
-        for place, token in enumerate(tokens):
+        for place, token in enumerate(tokens.tolist()):
             assert 0 <= token < count
             into = memory[place * size : (place + 1) * size]
             if os.preadv(self.file, (into,), self.begin + token * size) != size:
                 raise OSError(f"{self.path}: it is shorter than it was")
         return torch.frombuffer(rows, dtype=self.table.dtype).view(-1, width).float()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.file, self.begin
 
 
 class HeldEmbedding:
@@ -110,8 +114,9 @@ class HeldEmbedding:
         """`table` [own, hidden]; `sum_` over the ranks, in place; None: there are no others."""
         self.table, self.own, self.sum_ = table, own, sum_
 
-    def rows(self, tokens: list[int]) -> Tensor:
-        return self(torch.tensor(tokens, device=self.table.device))
+    @property
+    def place(self) -> tuple[int, int]:
+        return -1, self.table.data_ptr()
 
     def __call__(self, tokens: Tensor) -> Tensor:
         if self.sum_ is None:

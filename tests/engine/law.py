@@ -78,6 +78,8 @@ class Samples:
             max_batch_tokens=WIDE, max_batch=BATCH, num_blocks=NUM_BLOCKS,
         )  # fmt: skip
         self.runner.by_block = by_block
+        if self.runner.fused is not None:
+            self.runner.fused.most = BATCH * (1 + draft)  # all steps are one call, as a server's are
         most = max(DRAFTED.stop, draft + 2)  # as few as let the first round after the prompt's draft them all
         self.params = SamplingParams(max_tokens=most, seeded=seeded, max_draft_tokens=draft, **changes)
         self.prompt, self.budget, self.every = prompt, budget, every

@@ -1,11 +1,15 @@
 """A step in one call is the step that is asked for part by part."""
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numba import njit
+from safetensors.torch import save_file
 
 from paceline.cli.sources import BUILTIN
 from paceline.core.request import SamplingParams
@@ -14,13 +18,16 @@ from paceline.engine import fused as fused_module
 from paceline.engine import sampler, verdict
 from paceline.engine.begun import NO_DISTRIBUTION
 from paceline.engine.linear import kernels
+from paceline.engine.model import FileEmbedding
 from paceline.engine.runner import ModelRunner
+from paceline.engine.weights import Checkpoint
 from paceline.runtime.offline import Output
 from tests.engine import checkpoints
 from tests.engine.test_drafters import CODER, SCHEDULES, group, load, prompts  # noqa: F401
 
 if fused_module.fused_kernel is None or not kernels.HAS_TILES:
     pytest.skip("the kernels of this processor are not its", allow_module_level=True)
+fused_kernel = fused_module.fused_kernel
 FAMILIES = "llama-biases", "llama3-rope", "llama-yarn", "mistral-window", "qwen2-window", "qwen3-window"
 KINDS: tuple[dict, ...] = (
     {"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}, {"temperature": 0.8, "logprobs": 2},
@@ -126,35 +133,51 @@ def test_a_sequence_without_a_distribution_is_alone_with_it(monkeypatch):
     runner = load("ngram", CODER)
     right = step(runner, [5, 9, 7])
     assert not any(output.error for output in right)
-    embedded = runner.decoder.embedding.rows
-
-    def spoilt(tokens):
-        rows = embedded(tokens)
-        if len(rows) == 3:  # the decodes
-            rows[1] = float("nan")
-        return rows
-
-    monkeypatch.setattr(runner.decoder.embedding, "rows", spoilt)
+    table = runner.decoder.embedding.table.float()
+    table[12] = float("nan")  # the decode's token behind nine tokens, and nobody else's
+    monkeypatch.setattr(runner.fused, "source", np.array([-1, table.data_ptr(), len(table), fused_kernel.FLOAT32]))
     got = step(runner, [5, 9, 7])
     assert [got[0], got[2]] == [right[0], right[2]] and got[1].error == NO_DISTRIBUTION
 
 
-def test_a_call_that_fails_for_one_sequence_fails_it_alone(monkeypatch):
+def test_a_call_that_fails_for_one_sequence_fails_it_alone(monkeypatch, capfd):
     runner = load("ngram", CODER)
     right, embedding = step(runner, [5, 9, 7]), runner.decoder.embedding
 
     class Faulty:
         def __call__(self, tokens):
-            return self.rows(tokens.tolist())
-
-        def rows(self, tokens):
-            if 12 in tokens and len(tokens) <= 3:  # the decode behind nine tokens
+            if 12 in tokens:  # the decode behind nine tokens
                 raise RuntimeError("boom")
-            return embedding.rows(tokens)
+            return embedding(tokens)
 
     monkeypatch.setattr(runner.decoder, "embedding", Faulty())
+    monkeypatch.setattr(runner.fused, "source", np.array([*embedding.place, 12, fused_kernel.FLOAT32]))  # the others'
     got = step(runner, [5, 9, 7])
     assert [got[0], got[2]] == [right[0], right[2]] and got[1].error == "RuntimeError: boom"
+    assert "there is no embedding of token 12" in capfd.readouterr().err
+
+
+@njit
+def embedded(source, ids, hidden, into):
+    return fused_kernel._embedded(source, ids, hidden, into)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_of_a_table_in_its_file(tmp_path, dtype):
+    """Every number of 16 bits, zeros and infinities of both signs and NaNs too."""
+    bits = torch.arange(2**16).to(torch.int16).view(256, 256)
+    table = bits.view(dtype) if dtype.itemsize == 2 else bits.view(torch.bfloat16).float()
+    save_file({"e": table}, tmp_path / "model.safetensors")
+    embedding = FileEmbedding(Checkpoint(tmp_path), "e", (256, 256))
+    ids, rows = torch.tensor([*range(255, -1, -1), 3, 3]), torch.empty(258, 256)
+    source = np.array([*embedding.place, 256, fused_module.KINDS.index(dtype)])
+    assert embedded(source, ids.numpy(), 256, rows.data_ptr()) == 258
+    ours, theirs = (x.nan_to_num(7.0, torch.inf, -torch.inf).view(torch.int32) for x in (rows, embedding(ids)))
+    assert torch.equal(ours, theirs)
+    for wrong in (256, -1):
+        assert embedded(source, np.array([0, wrong, 1]), 256, rows.data_ptr()) == 1
+    os.truncate(tmp_path / "model.safetensors", os.path.getsize(tmp_path / "model.safetensors") - 1)
+    assert embedded(source, np.array([254, 255]), 256, rows.data_ptr()) == 1
 
 
 def test_a_fault_in_what_is_told_of_a_token_fails_one_sequence(monkeypatch):
@@ -174,8 +197,8 @@ def test_a_fault_in_what_is_told_of_a_token_fails_one_sequence(monkeypatch):
 def test_what_it_does_not_take(prompts, monkeypatch):  # noqa: F811
     """More rows than logits are made at a time, and positions beyond what is kept of rotations."""
     runner, some = load("ngram", CODER), [replace(one, max_tokens=30 - 3 * i) for i, one in enumerate(params(True))]
-    for module, name, value in ((fused_module, "LOGIT_ROWS", 6), (fused_module.Rotations, "KEPT", 90)):
+    for where, name, value in ((runner.fused, "most", 6), (fused_module.Rotations, "KEPT", 90)):
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, value)
+            patch.setattr(where, name, value)
             parts, call, before, after = both(runner, prompts, some)
             assert call == parts and before > after > 5

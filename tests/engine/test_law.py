@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.core.request import SamplingParams
-from paceline.engine import drafters, sampler, verdict
+from paceline.engine import drafters, fused, sampler, verdict
 from paceline.engine.drafters import Part
 from paceline.engine.fused import FusedStep
 from paceline.engine.job import Job
@@ -96,7 +96,7 @@ MISTAKES: dict[str, tuple[str, object, str, Callable | int]] = {
     "all accepted": ("K=5", rejection, "acceptance", always_accepted),
     "all accepted, token level": ("token level", rejection, "acceptance", always_accepted),
     "the last token from the target": ("K=5", rejection, "last_log_weights", last_from_the_target),
-    "drafts judged by each other's rows": ("K=5", verdict, "to_judge", against_another_draft),
+    "drafts judged by each other's rows": ("K=5", fused, "to_judge", against_another_draft),
     "token 0 taken for missing": ("K=5", drafters, "_take", none_for_token_0),
     "n-grams accepted unseen": ("n-gram", Job, "take", whatever_was_drafted),
     "penalties that do not see the draft": ("penalties and bias", sampler, "penalised", blind),
