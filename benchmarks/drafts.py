@@ -37,6 +37,7 @@ from paceline.core.work import NewSequence, SliceWork
 from paceline.engine.job import Job
 from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
+from paceline.engine.verdict import judged
 from scripts.builtin_models.data import read_corpus
 
 CASES = ["builtin", "verdict", "one_call", "served"]
@@ -204,7 +205,7 @@ def verdict(shape: str = "qwen2.5-0.5b") -> dict:
     with torch.inference_mode():
         for _ in range(20):
             begin = time.perf_counter()
-            verdicts = runner._verdicts(jobs, logits.flatten(0, 1))
+            verdicts = judged(jobs, logits.flatten(0, 1), runner.by_block)
             taken.append(time.perf_counter() - begin)
             kept += [count for count, _ in verdicts]
     steps, decodes, blocks = [], [], 6

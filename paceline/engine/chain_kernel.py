@@ -112,7 +112,8 @@ def run(
     `sample_kernels.draw_rows`, and `whole` those that take all.
     """
     carray(longs(buffers[SPACE]), (1,))[0] = 0
-    plans[:, ROW_TABLE], plans[:, ROW_WIDTH] = tables.ctypes.data, tables.shape[1]
+    for w in range(plans.shape[0]):  # to slices a parallel kernel would assign in parallel
+        plans[w, ROW_TABLE], plans[w, ROW_WIDTH] = tables.ctypes.data, tables.shape[1]
     if threads == 1:
         _some(
             0, 1, eps, layers, shape, plans, chunks, every, buffers, own_space, counts, lines, fed, tables, table,

@@ -522,18 +522,18 @@ def draw_some(
 def draw_rows(
     logits: Floats,
     bits: Ints,
-    streams: np.ndarray,
+    rows: np.ndarray,
     positions: np.ndarray,
+    streams: np.ndarray,
     params: np.ndarray,
     tokens: np.ndarray,
     threads: int,
 ) -> None:
-    """tokens[i] = the draw of row i, or -1 where the row has no distribution (a NaN, +inf, or only -inf).
+    """tokens[i] = the draw of row rows[i], or -1 where that has no distribution (a NaN, +inf, or only -inf).
 
-    logits float32 / bits int32 [n, vocab]; streams uint64 [n]; positions int64 [n]; params float64 [n, 4]: temperature,
-    top_p, min_p, top_k (0 is off); tokens int64 [n]. Threads take rows in turn.
+    logits float32 / bits int32 [any, vocab]; rows and positions int64 [n]; streams uint64 [n]; params float64 [n, 4]:
+    temperature, top_p, min_p, top_k (0 is off); tokens int64 [n]. Threads take rows in turn.
     """
-    rows = np.arange(logits.shape[0])
     if threads == 1:  # to wake the others on for nothing took 10 to 16 us
         draw_some(logits, bits, rows, positions, streams, params, tokens, 0, 1)
     else:

@@ -115,17 +115,12 @@ def to_log_probs(logits: torch.Tensor, states: list[SamplingState], drafts: list
     """
     for row, state in penalised(states, drafts):
         _penalise(logits[row], state)
-    params = row_numbers(states, drafts)
+    params = [state.numbers for state, draft in zip(states, drafts, strict=True) for _ in range(1 + len(draft))]
     if stock(logits):
         logits.copy_(stock_sampler.log_probs(logits, params))
     else:
         array = logits.numpy()
         sample_kernels.log_prob_rows(array, array.view(np.int32), np.array(params, np.float64), threads(array.size))
-
-
-def row_numbers(states: list[SamplingState], drafts: list[list[int]]) -> list[tuple[float, float, float, int]]:
-    """Of each row: 1 + len(drafts[i]) for states[i], one behind the other."""
-    return [state.numbers for state, draft in zip(states, drafts, strict=True) for _ in range(1 + len(draft))]
 
 
 def penalised(states: list[SamplingState], drafts: list[list[int]]) -> Iterator[tuple[int, SamplingState]]:
@@ -183,7 +178,7 @@ def _draw_rows(
 ) -> list[int]:
     tokens = np.empty(len(array), np.int64)
     sample_kernels.draw_rows(
-        array, array.view(np.int32), np.array(streams, np.uint64), np.array(positions, np.int64),
+        array, array.view(np.int32), np.arange(len(array)), np.array(positions, np.int64), np.array(streams, np.uint64),
         np.array(numbers, np.float64), tokens, threads(array.size),
     )  # fmt: skip
     return tokens.tolist()

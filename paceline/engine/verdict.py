@@ -23,7 +23,7 @@ from paceline.speculation import rejection
 try:
     with one_process_at_a_time():
         from paceline.engine import verdict_kernel
-except ImportError:  # as in `sampler`
+except (ImportError, ValueError):  # as in `linear`
     verdict_kernel = None
 
 
@@ -55,6 +55,7 @@ def to_judge(jobs: Sequence[Job], vocab: int, block: bool) -> tuple:
     """What `verdict_kernel.judge` is asked about logits; the last one is where it answers."""
     lines, addresses, tokens = list[tuple[int, int, int, int]](), list[int](), list[int]()
     for job in jobs:
+        assert len(job.draft_rows) == len(job.draft)
         for row in job.draft_rows:
             assert row.shape == (vocab,) and row.is_contiguous() and row.dtype == torch.float32
             addresses.append(row.data_ptr())

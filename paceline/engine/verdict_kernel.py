@@ -5,11 +5,13 @@ at an address: so of what has the size of the vocabulary a thread makes one row,
 """
 
 import math
+from pathlib import Path
 
 import numpy as np
 from numba import carray, njit, prange, types
 
 from paceline.compiled import linked, watched
+from paceline.engine import addresses, keyed_random
 from paceline.engine.addresses import floats
 from paceline.engine.keyed_random import ACCEPT, GOLDEN, LAST
 from paceline.engine.sample_kernels import (
@@ -30,6 +32,7 @@ from paceline.engine.sample_kernels import (
 )
 from paceline.speculation import rejection
 
+FILES = Path(keyed_random.__file__), Path(addresses.__file__)  # of numbers, and of what writes code: see `watched`
 ROW, BEGIN, LENGTH, KNOWN, FIELDS = range(5)  # of a request: its logits, its drafted tokens, how many, tokens known
 KEPT, TOKEN, VERDICT = range(3)  # drafted tokens that stay, and the one behind, -1 where there is no distribution
 chances, first_open = njit(nogil=True)(rejection.chances), njit(nogil=True)(rejection.first_open)
@@ -46,7 +49,7 @@ def _lane_key(stream: np.uint64, lane: int, known: int) -> np.uint64:
 
 
 @linked
-@watched(types.void(_ROWS, _BITS, _LINES, _NUMBERS, _NUMBERS, types.int64, types.int64))
+@watched(types.void(_ROWS, _BITS, _LINES, _NUMBERS, _NUMBERS, types.int64, types.int64), *FILES)
 @njit(nogil=True, cache=True)
 def describe_some(
     logits: Floats, bits: Ints, lines: np.ndarray, params: np.ndarray, found: np.ndarray, first: int, step: int
@@ -106,7 +109,7 @@ def _excess(row: Floats, found: np.ndarray, draft: Floats, weight: float, above:
 
 
 @linked
-@watched(types.void(_ROWS, _BITS, *ASKED, types.int64, types.int64))
+@watched(types.void(_ROWS, _BITS, *ASKED, types.int64, types.int64), *FILES)
 @njit(nogil=True, cache=True)
 def judge_some(
     logits: Floats, bits: Ints, lines: np.ndarray, drafts: np.ndarray, tokens: np.ndarray, streams: np.ndarray,
@@ -144,7 +147,7 @@ def judge_some(
         verdicts[i, KEPT], verdicts[i, TOKEN] = kept, drawn[0]
 
 
-@watched(types.void(_ROWS, _BITS, *ASKED, types.int64))
+@watched(types.void(_ROWS, _BITS, *ASKED, types.int64), *FILES)
 @njit(nogil=True, cache=True, parallel=True)
 def judge(
     logits: Floats, bits: Ints, lines: np.ndarray, drafts: np.ndarray, tokens: np.ndarray, streams: np.ndarray,
@@ -156,7 +159,11 @@ def judge(
     [vocab] that tokens int64 [drafted] were drawn from; streams uint64 [requests], of which lanes are taken; params
     float64 [requests, 4] as in `sample_kernels.draw_rows`; found: memory, float64 [drafted + requests, 5].
     """
-    for thread in prange(threads):
-        describe_some(logits, bits, lines, params, found, thread, threads)
-    for thread in prange(threads):
-        judge_some(logits, bits, lines, drafts, tokens, streams, params, found, block, verdicts, thread, threads)
+    if threads == 1:
+        describe_some(logits, bits, lines, params, found, 0, 1)
+        judge_some(logits, bits, lines, drafts, tokens, streams, params, found, block, verdicts, 0, 1)
+    else:
+        for thread in prange(threads):
+            describe_some(logits, bits, lines, params, found, thread, threads)
+        for thread in prange(threads):
+            judge_some(logits, bits, lines, drafts, tokens, streams, params, found, block, verdicts, thread, threads)

@@ -96,7 +96,7 @@ MISTAKES: dict[str, tuple[str, object, str, Callable | int]] = {
     "all accepted": ("K=5", rejection, "acceptance", always_accepted),
     "all accepted, token level": ("token level", rejection, "acceptance", always_accepted),
     "the last token from the target": ("K=5", rejection, "last_log_weights", last_from_the_target),
-    "drafts judged by each other's rows": ("K=5", fused, "to_judge", against_another_draft),
+    "drafts judged by each other's rows": ("K=5", verdict, "to_judge", against_another_draft),
     "token 0 taken for missing": ("K=5", drafters, "_take", none_for_token_0),
     "n-grams accepted unseen": ("n-gram", Job, "take", whatever_was_drafted),
     "penalties that do not see the draft": ("penalties and bias", sampler, "penalised", blind),
@@ -109,6 +109,8 @@ def test_mistakes_show(tmp_path, monkeypatch, mistake):
     name, *patch = MISTAKES[mistake]
     samples = law.Samples(tmp_path, **LAWS[name])
     monkeypatch.setattr(*patch)
+    if patch[0] is verdict:  # as the one call has it, too
+        monkeypatch.setattr(fused, *patch[1:])
     if patch[0] is rejection:  # in compiled code its rules are what they were
         monkeypatch.setattr(verdict, "verdict_kernel", None)
         monkeypatch.setattr(FusedStep, "takes", lambda *_: False)
