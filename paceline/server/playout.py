@@ -12,7 +12,7 @@ import math
 
 FOLLOWS = 0.2  # share of the newest step
 LONGEST = 2.0  # a step counts for at most so many average ones, and those for so many of it: stalls pass
-LEAST_S = 0.01  # what would be closer goes together
+LEAST_S = 0.005  # what would be closer goes together
 
 
 class Playout:
