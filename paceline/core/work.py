@@ -115,7 +115,7 @@ class Engine(Protocol):
 
     def step(self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]) -> Outcome:
         """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling
-        (but for what is drawn in the same call as the pass)."""
+        (but for what is drawn or judged in the same call as the pass)."""
         ...
 
     def give_back(self, blocks: Seq[int]) -> None:

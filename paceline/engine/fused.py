@@ -1,4 +1,5 @@
-"""A whole step as one call of compiled code, as CUDA graphs are on GPUs: from token ids to what is drawn.
+"""A whole step as one call of compiled code, as CUDA graphs are on GPUs: from token ids to what is drawn, or
+stays of drafts.
 
 A pass over the weights leaves nothing of Python's in the caches: to plan a step, to ask for its parts and to draw from
 what they yield takes three to five times what it does in a loop of its own, 1 ms of a 55M model's 7, 2 of its 37.

@@ -24,7 +24,7 @@ from paceline.speculation.trigram import Trigrams
 # Bytes that steps leave behind: oneDNN's compiled kernels, one per layer shape and row count, and what the allocator
 # keeps. Measured 58 and 66 MiB after steps of seven sizes with the shapes of Llama 3.2 1B and Qwen 2.5 0.5B.
 KEPT = 64 << 20
-LOGIT_ROWS = 64  # logits at a time: bounds their memory where every prompt token's are asked for
+LOGIT_ROWS = 64  # logits at a time, and as many in a copy: bounds their memory where all of a prompt's are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,8 @@ def activation_bytes(
 
     The widest layer's rows (of our own kernels, which run a whole layer, all its parts and their work space; of torch's
     operators states, norm, projections and heads or both halves of the MLP), logits of LOGIT_ROWS rows with a copy for
-    the sampler, and what attention needs. A GPU rotates heads in float32, and sorts for the sampler in float64.
+    the sampler (or as many more), and what attention needs. A GPU rotates heads in float32, and sorts for the sampler
+    in float64.
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     if device != "cpu":

@@ -189,7 +189,7 @@ class ModelRunner:
         self, new: Seq[NewSequence], slices: Seq[SliceWork], dropped: Seq[int]
     ) -> tuple[list[SliceOutput], float, float]:
         """Forgets `dropped`, learns `new`, runs `slices`: outputs in order, seconds of forward pass and of sampling
-        (but for what is drawn in the same call as the pass)."""
+        (but for what is drawn or judged in the same call as the pass)."""
         self.learn(new, dropped)
         return self.begin(slices).finish()
 

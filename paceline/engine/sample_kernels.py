@@ -16,7 +16,8 @@ Why a row needs so little work (V = 32k: microseconds, not milliseconds):
 A filter's result is two numbers (floor, last): logits above the floor survive, and those equal to it up to id `last`.
 Everything is per row and in a fixed order: the same bits for any batch. `logits` come twice, as float32 and as the
 int32 view of the same memory; a "key" is the int32 of a float in the floats' order (-0.0 just below 0.0).
-One file on purpose: Numba's cache on disk notices a change only in the file that the compiled function is in.
+One file on purpose: Numba's cache on disk notices a change only in the file that the compiled function is in. Who
+builds on these from another one is `watched`.
 """
 
 import math

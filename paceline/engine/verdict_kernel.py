@@ -1,7 +1,7 @@
 """Verdicts in compiled code: `speculation.rejection` by its own rules, request by request.
 
 A row of the target is its logits and five numbers (`sample_kernels.describe_row`), a row of the draft log-probabilities
-at an address: so of what has the size of the vocabulary a thread makes one row, the last token's weights.
+at an address: so of what has the size of the vocabulary a thread makes the last token's weights, and what filters need.
 """
 
 import math

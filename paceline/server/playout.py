@@ -1,11 +1,11 @@
 """When the text of a stream goes out: evenly, though a step with drafts yields several tokens at once.
 
-Speculation makes a stream faster and uneven: steps take longer, and what they yield comes together. So with every step
-half of what is held goes, in two messages, one when the step comes and one half a step later; the rest waits, as in a
-jitter buffer, for steps that yield one or take long. That is about as much as a step yields beyond one, so each token
-comes about a step later than it could; where steps yield one nothing is held, and the first token and the end never
-are. How long steps take is learnt from when their outputs come. More messages would be more even, but take cores that
-the next step needs; these go at the same moments for all streams of a group.
+Speculation makes a stream faster and uneven: steps take longer, and what they yield comes together. So with every
+step half of what is held goes, in two messages, one when the step comes and one half a step later (but LEAST_S at
+least); the rest waits, as in a jitter buffer, for steps that yield one or take long. That is about as much as a step
+yields beyond one, so each token comes about a step later than it could; where steps yield one nothing is held, and
+the first token and the end never are. How long steps take is learnt from when their outputs come. More messages would
+be more even, but take cores that the next step needs; these go at the same moments for all streams of a group.
 """
 
 import math
