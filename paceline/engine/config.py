@@ -150,7 +150,7 @@ class ModelConfig:
 
     @property
     def table_bytes(self) -> int:
-        """Of the embedding table, where a CPU holds it: a row from the file takes longer, much beside a small step. 0:
+        """Of the embedding table, where a CPU holds it: what drafts in one call needs it there. 0:
         it stays there."""
         size = 4 * self.vocab_size * self.hidden
         return size if size <= SMALL_TABLE else 0

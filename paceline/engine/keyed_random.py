@@ -16,7 +16,7 @@ comes twice.
 
 G lies in [-3.13, 22.9]; what the 32 bits cut off the tail is a total-variation error below 1e-9. For one position
 `token_hash` is a bijection of ids, so no two tokens share a value. The same arithmetic is written for Python integers
-and torch here and for Numba in `sample_kernels`; a test holds them together.
+and torch here and for Numba in `sample_kernels` and `verdict_kernel`; tests hold them together.
 """
 
 import torch

@@ -100,11 +100,19 @@ def test_verifications(prompts, drafter, seeded, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("seeded", [True, False], ids=["coupled", "rejection"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_whatever_happens(prompts, name, seeded):  # noqa: F811
+def test_whatever_happens(prompts, name, seeded, monkeypatch):  # noqa: F811
     """One with penalties, which is drawn or judged behind the call; the others in it."""
     some = [replace(one, max_tokens=30 - 2 * i) for i, one in enumerate(params(seeded))]
     some[2] = replace(some[2], frequency_penalty=0.3)
-    parts, call, before, after = both(load(str(BUILTIN / "coder-draft")), prompts, some, **SCHEDULES[name]())
+    runner, choose, behind = load(str(BUILTIN / "coder-draft")), ModelRunner._choose, []
+
+    def noted(self, jobs, logits):
+        behind.extend(job.sequence.params for job in jobs if self.fused is not None)
+        choose(self, jobs, logits)
+
+    monkeypatch.setattr(ModelRunner, "_choose", noted)
+    parts, call, before, after = both(runner, prompts, some, **SCHEDULES[name]())
+    assert behind and all(one.frequency_penalty for one in behind)
     assert call == parts and before > 5 and after == 0
 
 
