@@ -1,4 +1,7 @@
-"""Paceline itself: one engine and its scheduler in one process, `budget` tokens a step."""
+"""Paceline itself: one engine and its scheduler in one process, `budget` tokens a step.
+
+Keys and values are float32 beside fp32 weights, unless `kv_cache_dtype` says otherwise, and else in half precision.
+"""
 
 from pathlib import Path
 
@@ -19,7 +22,8 @@ class Ours:
         info = runner.info
         self.runner = runner
         self.config = GroupConfig(scheduler=SchedulerConfig(budget, BATCH, info.block_size, info.num_blocks))
-        self.about = f"paceline, {budget} tokens a step"
+        kept = str(runner.cache.pool.dtype).removeprefix("torch.")
+        self.about = f"paceline, {budget} tokens a step, keys and values in {kept}"
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> Tokens:
         result = Tokens(len(prompts))
@@ -37,6 +41,7 @@ def load(checkpoint: Path, precision: str, options: dict, cache: Path) -> Ours:
         max_batch=BATCH,
         num_blocks=BLOCKS,
         quantization="int8" if precision == "int8" else "none",
+        kv_cache_dtype=options.get("kv_cache_dtype", "auto"),
     )
     return Ours(runner, options["budget"])
 

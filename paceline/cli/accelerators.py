@@ -7,6 +7,7 @@ from typing import Literal
 
 Accelerator = Literal["cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]  # engine.config.DTYPES
+KVDType = Literal["auto", "float32", "float16"]  # engine.config.KV_DTYPES
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICES, DRIVER = Path("/dev"), Path("/proc/driver/nvidia/gpus")

@@ -150,18 +150,18 @@ def held_of(sizes: Sequence[float], memory: int) -> int | None:
 def weight_bytes(model: Model, parallel: Parallel) -> float:
     """Of the first worker's part, with what it holds to draft by."""
     whole, draft = model.encoder or ModelConfig.load(model.path), _draft(model, parallel)
-    beside = draft.weight_bytes(model.draft_precision) + draft.table_bytes if draft else 0
+    beside = draft.weight_bytes(model.draft_precision.weights) + draft.table_bytes if draft else 0
     table = 0 if model.encoder or model.device != "cpu" else whole.table_bytes
-    return whole.weight_bytes(model.precision) / parallel.devices + table + beside
+    return whole.weight_bytes(model.precision.weights) / parallel.devices + table + beside
 
 
 def kv_blocks(model: Model, room: float, parallel: Parallel) -> int | None:
     """That so many bytes of each worker hold; None for models without."""
     if model.encoder:
         return None
-    per_token = ModelConfig.load(model.path).kv_bytes_per_token(model.precision) / parallel.devices
+    per_token = ModelConfig.load(model.path).kv_bytes_per_token(model.precision.kv) / parallel.devices
     if draft := _draft(model, parallel):
-        per_token += draft.kv_bytes_per_token(model.draft_precision)
+        per_token += draft.kv_bytes_per_token(model.draft_precision.kv)
     return max(1, int(room / (per_token * BLOCK_SIZE)))
 
 
@@ -188,6 +188,7 @@ def worker_options(model: Model, limits: Limits, share: float, lends: bool = Fal
         str(model.path),
         device=model.device,
         dtype="auto" if model.encoder else model.dtype,
+        kv_cache_dtype="auto" if model.encoder else model.kv_cache_dtype,
         quantization=model.quantization,
         drafter=str(drafting.drafter),
         early_exit_layers=drafting.early_exit_layers,

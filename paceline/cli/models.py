@@ -5,7 +5,7 @@ from pathlib import Path
 
 from paceline.batching.budget import GoalBudget
 from paceline.cli import fleet_file, profile_cache
-from paceline.cli.accelerators import Accelerator, DType
+from paceline.cli.accelerators import Accelerator, DType, KVDType
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.fleet_profile import measured_here
@@ -16,7 +16,7 @@ from paceline.cli.sources import default_name, resolve
 from paceline.core.request import NO_SLO, SLO
 from paceline.engine.config import PRECISIONS, ModelConfig
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
-from paceline.engine.precision import precision
+from paceline.engine.precision import Precision, precision
 from paceline.engine.tokenizer import Tokenizer
 from paceline.latency.profile import Profile
 from paceline.latency.step_time import StepTime
@@ -31,6 +31,7 @@ class Model:
     slo: SLO = NO_SLO
     device: Accelerator = "cpu"
     dtype: DType = "auto"
+    kv_cache_dtype: KVDType = "auto"
     profile: Profile | None = None
     step_time: StepTime | None = None  # None: nobody has measured it
     budget: GoalBudget | None = None  # None: as wide as the token budget, always
@@ -39,22 +40,25 @@ class Model:
     encoder: EncoderConfig | None = None  # None: it generates
 
     @property
-    def precision(self) -> str:
-        """Of its weights, one of `config.PRECISIONS`; encoders are in float32 on a GPU, too. Raises ValueError."""
-        return precision(self.device, "float32" if self.encoder else self.dtype, self.quantization, self.path)
+    def precision(self) -> Precision:
+        """Encoders are in float32 on a GPU, too. Raises ValueError."""
+        if self.encoder:
+            return precision(self.device, "float32", self.quantization, self.path)
+        return precision(self.device, self.dtype, self.quantization, self.path, self.kv_cache_dtype)
 
     @property
-    def draft_precision(self) -> str:
+    def draft_precision(self) -> Precision:
         """Of a draft model. Raises ValueError."""
         if self.drafting.model is None:
             return self.precision
         quantization = self.drafting.quantized(self.quantization)
-        return precision(self.device, self.dtype, quantization, self.drafting.model, "speculation.quantization")
+        key = "speculation.quantization"
+        return precision(self.device, self.dtype, quantization, self.drafting.model, self.kv_cache_dtype, key)
 
     def check_precision(self) -> None:
         """Raises ValueError for what the device cannot compute in."""
         for one in (self.precision, self.draft_precision):
-            assert one in PRECISIONS
+            assert one.weights in PRECISIONS
 
 
 def is_fleet_file(sources: list[str]) -> bool:
@@ -63,7 +67,7 @@ def is_fleet_file(sources: list[str]) -> bool:
 
 def find_models(
     sources: list[str], names: list[str], quantization: Quantization = "none", slo: SLO = NO_SLO,
-    device: Accelerator = "cpu", dtype: DType = "auto",
+    device: Accelerator = "cpu", dtype: DType = "auto", kv_cache_dtype: KVDType = "auto",
 ) -> list[Model]:  # fmt: skip
     """Resolves all sources before anything is loaded; `quantization` and `slo` are for those that a fleet file does not
     name. Raises ValueError naming the source, or what the device cannot compute in."""
@@ -89,7 +93,9 @@ def find_models(
         goals = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
         encoder = EncoderConfig.load(path) if is_encoder(path) else None
         check_goals(name, encoder is not None, goals, entry.speculation.drafter)
-        model = Model(name, path, Tokenizer.load(path), entry.quantization, goals, device, dtype, encoder=encoder)
+        model = Model(
+            name, path, Tokenizer.load(path), entry.quantization, goals, device, dtype, kv_cache_dtype, encoder=encoder
+        )
         model = replace(model, drafting=Drafting.of(entry.speculation, device))
         model.check_precision()
         if model.drafting.drafter.kind == "early_exit":
@@ -139,7 +145,7 @@ def paced(
         times, _, error = text_times(file)
         step, budget = text_steps(times, maximum, error)
         return replace(model, step_time=step, budget=budget)
-    device = profile_cache.Device.here(threads, model.device, model.dtype)
+    device = profile_cache.Device.here(threads, model.device, model.dtype, model.kv_cache_dtype)
     tbt, chooses = model.slo.tbt, model.drafting.chooses
     needed = measures or tbt is not None or model.slo.ttft is not None or chooses
 
@@ -151,7 +157,7 @@ def paced(
         file = profile_cache.cache_file(path, quantization, device)
         known = profile_cache.load(file)
         if needed and not (known and wide(path, known, options)):
-            where = ["--device", model.device, "--dtype", model.dtype]
+            where = ["--device", model.device, "--dtype", model.dtype, "--kv-cache-dtype", model.kv_cache_dtype]
             measured_here(path, name, ["--quick", *options, "--quantization", quantization, *where])
             known = profile_cache.load(file)
             assert known is not None

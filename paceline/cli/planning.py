@@ -214,8 +214,8 @@ def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization:
     for parallel, shape in model.table.shapes.items():
         if config := draft_config(drafting.drafter, path, drafting.early_exit_layers, parallel.devices):
             held = precision("cpu", "auto", quantization, drafting.model or path)
-            shapes[parallel] = _more_in_front(shape, config.weight_bytes(held))
-            kv_bytes[parallel] = config.kv_bytes_per_token(held)
+            shapes[parallel] = _more_in_front(shape, config.weight_bytes(held.weights))
+            kv_bytes[parallel] = config.kv_bytes_per_token(held.kv)
     shares = {parallel: model.share(parallel) for parallel in shapes} if kv_bytes else model.shares
     return replace(model, table=replace(model.table, shapes=shapes), shares=shares, draft_kv_bytes=kv_bytes)
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from paceline.cli import draft_profile, fleet_file, fleet_profile, live_profile, profile_cache
-from paceline.cli.accelerators import Accelerator, DType, check
+from paceline.cli.accelerators import Accelerator, DType, KVDType, check
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.goals import goal_budget
@@ -51,6 +51,9 @@ def profile(
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
     device: Annotated[Accelerator, typer.Option(help="What computes.")] = "cpu",
     dtype: Annotated[DType, typer.Option(help="Of weights; auto: bfloat16 on GPUs; as they are on CPUs.")] = "auto",
+    kv_cache_dtype: Annotated[
+        KVDType, typer.Option(help="Of keys and values; auto on CPUs: float32, float16 beside int8 weights.")
+    ] = "auto",
     tbt_goal: Annotated[float | None, typer.Option(min=0, help="Seconds between tokens to be held.")] = None,
     speculation: Annotated[
         bool, typer.Option("--speculation", help="Measure what each DRAFT is worth, instead of steps.")
@@ -90,10 +93,10 @@ def profile(
         "context": context, "token-budget": token_budget != MAX_TOKENS, "max-batch": max_batch != MAX_BATCH,
     }  # fmt: skip
     check(device, 1)
-    precision(device, dtype, quantization, None)
-    on_gpu = {"device": device != "cpu", "dtype": dtype != "auto"}
+    precision(device, dtype, quantization, None, kv_cache_dtype)
+    decoding = {"device": device != "cpu", "dtype": dtype != "auto", "kv-cache-dtype": kv_cache_dtype != "auto"}
     if source.endswith((".yaml", ".yml")):
-        of_steps |= on_gpu
+        of_steps |= decoding
         _refuse(of_steps | {"json": json, "quantization": quantization != "none"}, "of one model, and this is a fleet")
         if out is None:
             raise ValueError("out: says where a fleet's profile goes: --out PROFILE.json")
@@ -108,12 +111,15 @@ def profile(
     path, name = resolve(source), default_name(source)
     seconds = seconds or (QUICK_S if quick else FULL_S)
     if is_encoder(path):
-        _refuse(of_steps | on_gpu, f"of models that generate, and {source!r} is an encoder")
+        _refuse(of_steps | decoding, f"of models that generate, and {source!r} is an encoder")
         _encoder(path, name, json, threads, quantization, prompt_tokens or ENCODER_TOKENS, seconds, quick)
         return
     _refuse({"prompt-tokens": prompt_tokens}, f"of encoders, and {source!r} generates")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for workers; before torch is imported
-    limits: dict[str, Any] = {"threads": threads, "quantization": quantization, "device": device, "dtype": dtype}
+    limits: dict[str, Any] = {
+        "threads": threads, "quantization": quantization, "device": device, "dtype": dtype,
+        "kv_cache_dtype": kv_cache_dtype,
+    }  # fmt: skip
     if speculation:
         if text and not text.is_file():
             raise ValueError(f"text: {text} is not a file")
@@ -167,10 +173,10 @@ def _steps(
         steps = bars.add_task(f"profiling {name}", total=None)
         result = measure(
             runner, max_tokens=token_budget, max_batch=max_batch, seconds=seconds,
-            quantization=precision(on, dtype, limits["quantization"], path),
+            quantization=precision(on, dtype, limits["quantization"], path).weights,
             progress=lambda done, total: bars.update(steps, completed=done, total=total),
         )  # fmt: skip
-    device = profile_cache.Device.here(limits["threads"], on, dtype)
+    device = profile_cache.Device.here(limits["threads"], on, dtype, limits["kv_cache_dtype"])
     kept = profile_cache.cache_file(path, limits["quantization"], device)
     for file in (kept, json):
         if file:

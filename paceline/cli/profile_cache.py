@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from paceline import __version__
-from paceline.cli.accelerators import Accelerator, DType, gpu_name
+from paceline.cli.accelerators import Accelerator, DType, KVDType, gpu_name
 from paceline.engine.precision import precision
 from paceline.latency.profile import Percentiles, Profile
 
@@ -24,12 +24,16 @@ class Device(msgspec.Struct, frozen=True, omit_defaults=True):
     paceline: str
     gpu: str = ""  # where one computes, and in which type
     dtype: str = "auto"  # of weights, where a CPU computes
+    kv_cache_dtype: str = "auto"
 
     @staticmethod
-    def here(threads: int | None, accelerator: Accelerator = "cpu", dtype: DType = "auto") -> "Device":
+    def here(
+        threads: int | None, accelerator: Accelerator = "cpu", dtype: DType = "auto", kv_cache_dtype: KVDType = "auto"
+    ) -> "Device":
         gpu = f"{gpu_name()}, {dtype}" if accelerator == "cuda" else ""
         of_cpu = "auto" if accelerator == "cuda" else dtype
-        return Device(cpu_name(), threads or threads_of(1), version("torch"), __version__, gpu, of_cpu)
+        own = threads or threads_of(1)
+        return Device(cpu_name(), own, version("torch"), __version__, gpu, of_cpu, kv_cache_dtype)
 
 
 class ProfileFile(msgspec.Struct, frozen=True):
@@ -58,7 +62,7 @@ def cpu_name() -> str:
 def cache_file(model: Path, quantization: str, device: Device) -> Path:
     """Where the profile of the checkpoint directory `model` is kept, whether or not there is one."""
     config = (model / "config.json").read_bytes()
-    held = quantization if device.gpu else precision("cpu", device.dtype, quantization, model)
+    held = quantization if device.gpu else precision("cpu", device.dtype, quantization, model, device.kv_cache_dtype)
     key = hashlib.sha256(config + msgspec.json.encode([MEASURED, held, device])).hexdigest()[:20]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "paceline" / "profiles" / f"{key}.json"

@@ -19,7 +19,7 @@ from rich.table import Table
 from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
-from paceline.cli.accelerators import Accelerator, DType, check, gpus
+from paceline.cli.accelerators import Accelerator, DType, KVDType, check, gpus
 from paceline.cli.deployment import Deployment
 from paceline.cli.fleet_file import Quantization
 from paceline.cli.groups import (
@@ -86,6 +86,9 @@ def serve(
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
     device: Annotated[Accelerator, typer.Option(help="What computes; cuda: a GPU for each worker.")] = "cpu",
     dtype: Annotated[DType, typer.Option(help="Of weights; auto: bfloat16 on GPUs; as they are on CPUs.")] = "auto",
+    kv_cache_dtype: Annotated[
+        KVDType, typer.Option(help="Of keys and values; auto on CPUs: float32, float16 beside int8 weights.")
+    ] = "auto",
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run at a time.")] = 256,
     max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that wait; more are answered 503.")] = 1024,
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence; default: the model's own.")] = None,
@@ -123,7 +126,7 @@ def serve(
     sources = sources or [f"builtin:{name}" for name in builtin_names()]
     file = fleet_file.load(Path(sources[0])) if is_fleet_file(sources) else None
     places = read_placement(placement, file) if placement else None
-    models = find_models(sources, served_model_name or [], quantization, slo, device, dtype)
+    models = find_models(sources, served_model_name or [], quantization, slo, device, dtype, kv_cache_dtype)
     devices = devices_of(file, places)
     if device != "cpu" and not (ray or devices) and 0 < len(gpus()) < len(models):
         places = in_turn([model.name for model in models], len(gpus()))

@@ -30,6 +30,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch: int
     device: str = "cpu"  # or cuda: the only GPU that this worker sees
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     memory: int | None = None
     num_blocks: int | None = None
     most_blocks: int | None = None  # with those that the worker's other models lend it

@@ -72,6 +72,7 @@ ENCODERS = ("BertForMaskedLM", "BertModel")  # `encoder_config` reads these
 
 QUANTIZATIONS = ("none", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("float32", "float16")  # of keys and values, on CPUs
 KEPT_BFLOAT16 = "kept_bfloat16"
 # What weights are held in: on CPUs, which compute in float32, that ("none"), int8, or bfloat16 as in the checkpoint; on
 # GPUs float32 or half of it, in which those compute.
@@ -135,15 +136,15 @@ class ModelConfig:
     sparse: frozenset[int] = frozenset()
     norm_topk: bool = True  # the weights of a token's experts sum to 1
 
-    def kv_bytes_per_token(self, quantization: str = "none") -> int:
-        """Bytes of key and value in all layers. `quantization`, here and below, is one of PRECISIONS."""
-        return 2 * kv_element(quantization) * self.layers * self.kv_heads * self.head_dim
+    def kv_bytes_per_token(self, dtype: str = "float32") -> int:
+        """Bytes of key and value in all layers, each number one of DTYPES."""
+        return 2 * dtype_bytes(dtype) * self.layers * self.kv_heads * self.head_dim
 
     def weight_bytes(self, quantization: str = "none") -> int:
         """Bytes of the weights that are held: all but the embedding table (`table_bytes`).
 
         Matrices are float32, or of two bytes an element, or with "int8" of one, a scale and a sum a row; the rest is
-        float32.
+        float32. `quantization`, here and below, is one of PRECISIONS.
         """
         layers = sum(self.layer_bytes(layer, quantization) for layer in range(self.layers))
         return layers + _matrix_bytes(self.vocab_size, self.hidden, quantization) + 4 * self.hidden
@@ -207,9 +208,9 @@ def draft_config(drafter: DrafterName, target: Path, exit_layers: int | None, de
     return None
 
 
-def kv_element(quantization: str) -> int:
-    """Bytes of a number of keys and values: half precision where weights and activations are rounded to int8 anyway."""
-    return 4 if quantization in ("none", KEPT_BFLOAT16) else 2
+def dtype_bytes(dtype: str) -> int:
+    """Of a number, of one of DTYPES."""
+    return 4 if dtype == "float32" else 2
 
 
 def _matrix_bytes(rows: int, columns: int, quantization: str) -> int:

@@ -243,6 +243,7 @@ class EncoderRunner:
         threads: int | None = None,
         quantization: str = "none",
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         share: float = 1.0,
         reserve: int = 0,
         lent: int | None = None,
@@ -255,7 +256,8 @@ class EncoderRunner:
         Blocks take no memory here, they only count tokens: without `num_blocks` as many as `max_batch` texts need.
         """
         machine.require(device)
-        quantization = precision(device, "float32" if dtype == "auto" else dtype, quantization, None)
+        dtype = "float32" if dtype == "auto" else dtype
+        quantization = precision(device, dtype, quantization, None, kv_cache_dtype).weights
         if quantization not in ("none", "int8"):
             raise ModelError(f"dtype: encoders compute in float32, not in {dtype}; valid are auto and float32")
         config = EncoderConfig.load(path)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from paceline.engine import pages
-from paceline.engine.config import ModelConfig, ModelError, kv_element
+from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.host import MARGIN, free_bytes, resident_bytes
+from paceline.engine.precision import Precision
 
 DEFAULT_POOL = 4 << 30  # bytes, when neither memory nor a number of blocks is given
 
@@ -86,11 +87,9 @@ def block_rows(blocks: Tensor, kv_heads: int) -> Tensor:
     return blocks[..., None, :] * kv_heads + torch.arange(kv_heads)[:, None]
 
 
-def kv_dtype(quantization: str) -> torch.dtype:
-    """Of keys and values beside weights in one of `config.PRECISIONS`."""
-    if quantization == "bfloat16":
-        return torch.bfloat16
-    return {4: torch.float32, 2: torch.float16}[kv_element(quantization)]
+def kv_dtype(held: Precision) -> torch.dtype:
+    """Of keys and values."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[held.kv]
 
 
 def can_lend(config: ModelConfig, block_size: int, device: str, dtype: torch.dtype = torch.float32) -> bool:

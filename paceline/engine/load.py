@@ -37,7 +37,7 @@ def weight_bytes(
     ModelError."""
     if is_encoder(path):
         return EncoderConfig.load(path).weight_bytes(quantization) // place.parallel.devices
-    held = precision(device, dtype, quantization, path)
+    held = precision(device, dtype, quantization, path).weights
     part = part_of(ModelConfig.load(path), place, held)
     own = part.weight_bytes(held) + (part.config.table_bytes if len(part.embedding) else 0)
     drafts = DrafterName.parse(drafter)
@@ -45,5 +45,5 @@ def weight_bytes(
     if draft is None or place.number > 0:
         return own
     folder = Path(drafts.path) if drafts.kind == "model" else path
-    held = precision(device, dtype, draft_quantization or quantization, folder)
+    held = precision(device, dtype, draft_quantization or quantization, folder).weights
     return own + draft.weight_bytes(held) + draft.table_bytes

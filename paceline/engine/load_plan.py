@@ -9,13 +9,13 @@ import numpy as np
 from paceline.core.drafter_name import DrafterName
 from paceline.core.work import EngineInfo
 from paceline.engine import attention, experts, gpu
-from paceline.engine.config import ModelConfig, ModelError, kv_element
+from paceline.engine.config import ModelConfig, ModelError, dtype_bytes
 from paceline.engine.drafters import most_kept
 from paceline.engine.kv_cache import MemoryPlan, can_lend, held_bytes, kv_dtype, pool_blocks
 from paceline.engine.linear import best_kind, kernels
 from paceline.engine.model import Decoder, Progress, load_decoder
 from paceline.engine.parallel import Part, Peers, Place, part_of
-from paceline.engine.precision import precision
+from paceline.engine.precision import Precision, precision
 from paceline.engine.tokenizer import Tokenizer
 from paceline.engine.vocabulary import SharedVocabulary, shared_vocabulary
 from paceline.engine.weights import Checkpoint
@@ -32,7 +32,7 @@ class Models:
     """A worker's part of the target, and of what drafts for it: lists begin with the target's."""
 
     drafts: DrafterName
-    quantizations: list[str]  # of `config.PRECISIONS`
+    precisions: list[Precision]
     configs: list[ModelConfig]
     folders: list[Path]
     checkpoint: Checkpoint  # the target's
@@ -50,22 +50,22 @@ class Models:
     @property
     def token_bytes(self) -> int:
         """Of keys and values of a token."""
-        kinds = zip(self.parts, self.quantizations, strict=True)
-        return max(1, sum(part.config.kv_bytes_per_token(kind) for part, kind in kinds))
+        kinds = zip(self.parts, self.precisions, strict=True)
+        return max(1, sum(part.config.kv_bytes_per_token(kind.kv) for part, kind in kinds))
 
     def can_lend(self, block_size: int, device: str) -> bool:
-        kinds = zip(self.parts, self.quantizations, strict=True)
+        kinds = zip(self.parts, self.precisions, strict=True)
         return all(can_lend(part.config, block_size, device, kv_dtype(kind)) for part, kind in kinds)
 
     def weight_bytes(self, device: str) -> int:
-        kinds = list(zip(self.parts, self.quantizations, strict=True))
-        weights = sum(part.weight_bytes(kind) for part, kind in kinds)
+        kinds = list(zip(self.parts, self.precisions, strict=True))
+        weights = sum(part.weight_bytes(kind.weights) for part, kind in kinds)
         if device == "cpu":
             weights += sum(part.config.table_bytes for part, _ in kinds if len(part.embedding))
         if device != "cpu":  # which holds the rows of the embedding, too, if not as the head's
             for part, kind in kinds:
                 shared = part.config.tied and len(part.vocabulary)
-                weights += 0 if shared else kv_element(kind) * part.config.hidden * len(part.embedding)
+                weights += 0 if shared else dtype_bytes(kind.kv) * part.config.hidden * len(part.embedding)
         return weights
 
     def load(self, device: str, peers: Peers | None, progress: Progress) -> tuple[list[Decoder], str]:
@@ -77,10 +77,10 @@ class Models:
         except ModelError as error:
             fault = str(error)
         total = sum(checkpoint.total_bytes for checkpoint in checkpoints)
-        for checkpoint, one, part, quantization in zip(
-            checkpoints, self.configs, self.parts, self.quantizations, strict=not fault
+        for checkpoint, one, part, held in zip(
+            checkpoints, self.configs, self.parts, self.precisions, strict=not fault
         ):
-            kind = best_kind(device, quantization)
+            kind = best_kind(device, held.weights)
             some = lambda done, _, before=read: progress(before + done, total)  # noqa: E731
             with_peers = None if decoders else peers
             try:
@@ -96,12 +96,13 @@ class Models:
 
 
 def models(
-    path: Path, quantizations: tuple[str, str | None], device: tuple[str, str], context: int | None, drafter: str,
+    path: Path, quantizations: tuple[str, str | None], device: tuple[str, str, str], context: int | None, drafter: str,
     early_exit_layers: int | None, place: Place,
 ) -> Models:  # fmt: skip
     """What the worker in this place loads, with the options of `ModelRunner.load`; `quantizations` of the target and of
-    a draft model; `device` and its `dtype`. Raises ModelError."""
-    quantization = precision(*device, quantizations[0], path)
+    a draft model; `device` with its `dtype` and `kv_cache_dtype`. Raises ModelError."""
+    name, dtype, kv_cache_dtype = device
+    target = precision(name, dtype, quantizations[0], path, kv_cache_dtype)
     drafts = DrafterName.parse(drafter)
     if quantizations[1] and drafts.kind != "model":
         raise ModelError("draft_quantization: is only allowed with a draft model")
@@ -118,11 +119,11 @@ def models(
     vocabulary = shared_vocabulary(*paths, [one.vocab_size for one in configs]) if len(paths) > 1 else None
     table = _trigrams(Path(drafts.path), path, config.vocab_size) if drafts.kind == "trigram" else None
     of_drafts = quantizations[1] or quantizations[0]
-    held = [precision(*device, of_drafts, folder, "draft_quantization") for folder in paths[1:]]
+    held = [precision(name, dtype, of_drafts, folder, kv_cache_dtype, "draft_quantization") for folder in paths[1:]]
     if place.number:  # worker 0 drafts; the others find the same mistakes as it, so that none waits for the rest
         drafts, configs, paths, table, held = DrafterName("ngram"), configs[:1], paths[:1], None, []
     drafters = [one.first(exit_layers or one.layers) for one in configs[1:]]
-    parts, kinds = [part_of(config, place, quantization), *map(part_of, drafters)], [quantization, *held]
+    parts, kinds = [part_of(config, place, target.weights), *map(part_of, drafters)], [target, *held]
     return Models(drafts, kinds, configs, paths, checkpoint, parts, exit_layers, vocabulary, table, judges)
 
 
@@ -147,7 +148,7 @@ def plan(
     config = models.configs[0]
     limited, context = context is not None, context or config.max_context
     baseline = held_bytes(device)
-    kinds = zip(models.parts, models.quantizations, strict=True)
+    kinds = zip(models.parts, models.precisions, strict=True)
     activations = max(activation_bytes(one.config, max_batch_tokens, context, device, kind) for one, kind in kinds)
     if models.judges:
         # distributions kept, and what a verdict makes of those of target and draft
@@ -209,7 +210,8 @@ def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:
 
 
 def activation_bytes(
-    config: ModelConfig, max_batch_tokens: int, context: int, device: str = "cpu", quantization: str = "none"
+    config: ModelConfig, max_batch_tokens: int, context: int, device: str = "cpu",
+    held: Precision = Precision("none", "float32"),  # noqa: B008
 ) -> int:
     """The most that one step holds beside weights and KV.
 
@@ -220,11 +222,11 @@ def activation_bytes(
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     if device != "cpu":
-        element, rotated = kv_element(quantization), 2 * 4 * (queries + keys)
+        element, rotated = dtype_bytes(held.kv), 2 * 4 * (queries + keys)
         row = element * 3 * config.hidden
         row += max(element * (3 * queries + 4 * keys) + rotated, element * 3 * config.intermediate)
         row = max(row, 4 * experts.row_floats(config) if config.sparse else 0)
-        reads = gpu.reads(device, kv_dtype(quantization), config.head_dim)
+        reads = gpu.reads(device, kv_dtype(held), config.head_dim)
         working = 0 if reads else gpu.working_bytes(config, max_batch_tokens, context)
         return row * max_batch_tokens + 14 * 4 * LOGIT_ROWS * config.vocab_size + working + KEPT
     if "tiled" in best_kind("cpu"):

@@ -1,28 +1,45 @@
-"""Which numbers a device holds weights in."""
+"""Which numbers a device holds weights in, and keys and values."""
 
 from pathlib import Path
+from typing import NamedTuple
 
-from paceline.engine.config import DTYPES, KEPT_BFLOAT16, QUANTIZATIONS, ModelError
+from paceline.engine.config import DTYPES, KEPT_BFLOAT16, KV_DTYPES, QUANTIZATIONS, ModelError
 from paceline.engine.tensor_files import is_bfloat16
 from paceline.processor import KEEPS_BF16
 
 
-def precision(device: str, dtype: str, quantization: str, path: Path | None, key: str = "quantization") -> str:
-    """Which of `config.PRECISIONS` it is for weights of the checkpoint in `path` (None: of some in float32).
+class Precision(NamedTuple):
+    weights: str  # one of `config.PRECISIONS`
+    kv: str  # of keys and values, one of `config.DTYPES`
+
+
+def precision(
+    device: str, dtype: str, quantization: str, path: Path | None, kv_cache_dtype: str = "auto",
+    key: str = "quantization",
+) -> Precision:  # fmt: skip
+    """What the model of the checkpoint in `path` is held in (None: of one in float32).
 
     `dtype` "auto" is bfloat16 on GPUs. On CPUs, which compute in float32 whatever they hold, weights that are bfloat16
-    there stay it, and "float32" makes floats of them. Raises ModelError, with the `key` that `quantization` has.
+    there stay it, and "float32" makes floats of them. With `kv_cache_dtype` "auto" keys and values are as what is
+    computed in, but in half precision beside int8, where much more is rounded. Raises ModelError, with the `key` that
+    `quantization` has.
     """
     if quantization not in QUANTIZATIONS:
         raise ModelError(f"{key}: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
     if dtype not in ("auto", *DTYPES):
         raise ModelError(f"dtype: {dtype!r} is not one of auto, {', '.join(DTYPES)}")
+    if kv_cache_dtype not in ("auto", *KV_DTYPES):
+        raise ModelError(f"kv-cache-dtype: {kv_cache_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
     if device == "cpu":
         if dtype not in ("auto", "float32"):
             raise ModelError(f"dtype: CPUs compute in float32, not in {dtype}; valid are auto and float32")
         keeps = KEEPS_BF16 and dtype == "auto" and quantization == "none"
-        return KEPT_BFLOAT16 if keeps and path is not None and is_bfloat16(path) else quantization
+        weights = KEPT_BFLOAT16 if keeps and path is not None and is_bfloat16(path) else quantization
+        kv = "float16" if quantization == "int8" else "float32"
+        return Precision(weights, kv if kv_cache_dtype == "auto" else kv_cache_dtype)
     if quantization != "none":
         raise ModelError(f"{key}: {quantization} is for CPUs; on {device} only none is valid")
-    half = "bfloat16" if device.startswith("cuda") else "float32"
-    return {"auto": half}.get(dtype, dtype).replace("float32", "none")
+    if kv_cache_dtype != "auto":
+        raise ModelError(f"kv-cache-dtype: {kv_cache_dtype} is for CPUs; on {device} only auto is valid")
+    held = {"auto": "bfloat16" if device.startswith("cuda") else "float32"}.get(dtype, dtype)
+    return Precision(held.replace("float32", "none"), held)

@@ -95,6 +95,7 @@ class ModelRunner:
         threads: int | None = None,
         quantization: str = "none",
         dtype: str = "auto",
+        kv_cache_dtype: str = "auto",
         drafter: str = "ngram",
         early_exit_layers: int | None = None,
         draft_quantization: str | None = None,
@@ -112,18 +113,19 @@ class ModelRunner:
         addresses for as many as the others may lend it (`most_blocks`), and no block takes memory before it is written.
         This takes blocks of whole pages on a CPU, else its part is fixed. `context` is the most tokens of a sequence,
         None what the model and the pool can hold; `quantization` is one of `config.QUANTIZATIONS`, `dtype` auto or one
-        of `config.DTYPES`. On a GPU memory is the device's, and blocks are of the size that attention takes. `drafter`
-        is a `DrafterName`; a model's path is its directory, its memory is planned with the rest, and
-        `draft_quantization` is its own, None: the target's; early exit is behind `early_exit_layers`, None: a quarter
-        of them. With `peers` it is this worker's part of the model; draft models, and the first layers for early exit
-        once more, are with worker 0. Raises ModelError.
+        of `config.DTYPES`, `kv_cache_dtype` auto or, on a CPU, of `config.KV_DTYPES`. On a GPU memory is the device's,
+        and blocks are of the size that attention takes. `drafter` is a `DrafterName`; a model's path is its directory,
+        its memory is planned with the rest, and `draft_quantization` is its own, None: the target's; early exit is
+        behind `early_exit_layers`, None: a quarter of them. With `peers` it is this worker's part of the model; draft
+        models, and the first layers for early exit once more, are with worker 0. Raises ModelError.
         """
         machine.require(device)
         place = peers.place if peers else Place()
         models = load_plan.models(
-            Path(path), (quantization, draft_quantization), (device, dtype), context, drafter, early_exit_layers, place
-        )
-        kinds = list(zip(models.parts, models.quantizations, strict=True))
+            Path(path), (quantization, draft_quantization), (device, dtype, kv_cache_dtype), context, drafter,
+            early_exit_layers, place,
+        )  # fmt: skip
+        kinds = list(zip(models.parts, models.precisions, strict=True))
         if device != "cpu":
             block_size = gpu.block_size(device, [(kv_dtype(kind), part.config.head_dim) for part, kind in kinds])
         if threads is not None:

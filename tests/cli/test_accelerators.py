@@ -65,6 +65,7 @@ def test_each_worker_sees_its_own_gpu(tmp_path, monkeypatch):
     assert [options(one)["devices"] for one in (first, second)] == [[0], [1]]
     (served,) = options(first)["models"]
     assert (served["device"], served["dtype"], served["quantization"]) == ("cuda", "auto", "none")
+    assert served["kv_cache_dtype"] == "auto"
     assert served["draft_quantization"] is None, "on a GPU as its target"
     places = {"groups": [{"devices": [3, 1], "parallel": {"pipeline": 2, "tensor": 1}, "models": ["a", "b"]}]}
     (tmp_path / "placement.json").write_text(json.dumps(places))
@@ -100,7 +101,7 @@ def test_models_share_gpus_where_there_are_fewer(monkeypatch):
 
 def test_models_of_a_gpu_are_all_loaded(tmp_path):
     models = find_models([str(write(tmp_path, FLEET))], [], device="cuda", dtype="float16")
-    assert [(model.precision, model.draft_precision) for model in models] == [("float16", "float16")] * 2
+    assert {one for model in models for one in (model.precision, model.draft_precision)} == {("float16", "float16")}
     places = {"groups": [{"devices": [0], "parallel": {"pipeline": 1, "tensor": 1}, "models": ["a", "b"]}]}
     (tmp_path / "placement.json").write_text(json.dumps(places))
     placement = load_placement(tmp_path / "placement.json")

@@ -24,6 +24,7 @@ from paceline.core.cluster import KV_SHARE, Cluster, Group, Parallel, Placement
 from paceline.engine import load
 from paceline.engine.config import ModelConfig
 from paceline.engine.parallel import Place
+from paceline.engine.precision import Precision
 from paceline.runtime.workers import Seat
 from tests.cli.test_fleet_file import GOOD, write
 
@@ -101,7 +102,7 @@ def test_where_memory_is_short_models_are_loaded_by_need(tmp_path):
     group = worker_group(models, LIMITS | {"memory": OVERHEAD + room})
     assert [(model.slots, model.resident) for model in group.models] == [(1, True), (1, False)]
     options = json.loads(group.command(Seat(0, "", (None, None), (True, False), True))[-1])["models"]
-    per_block = 16 * ModelConfig.load(models[0].path).kv_bytes_per_token()
+    per_block = 16 * ModelConfig.load(models[0].path).kv_bytes_per_token(models[0].precision.kv)
     assert options[0]["num_blocks"] == (room - size) // per_block and not options[0]["lends"]
     assert worker_group(models, LIMITS, room=OVERHEAD + room).models == group.models
     options = json.loads(
@@ -118,13 +119,14 @@ def test_the_first_worker_has_room_for_what_it_drafts_by(tmp_path):
     alone, room, two = model("ngram"), 1e9, Parallel(2)
     config, draft = ModelConfig.load(alone.path), ModelConfig.load(BUILTIN / "coder-draft")
     first = config.first(config.exit_layers(None))
-    for other, parallel, beside, quantization in (
-        ("builtin:coder-draft", Parallel(), draft, "int8"), ("builtin:coder-draft", two, draft, "int8"),
+    int8 = Precision("int8", "float16")
+    for other, parallel, beside, held_in in (
+        ("builtin:coder-draft", Parallel(), draft, int8), ("builtin:coder-draft", two, draft, int8),
         ("early_exit", two, first, alone.precision),
     ):  # fmt: skip
-        weights = beside.weight_bytes(quantization) + beside.table_bytes
-        known, held = model(other), config.kv_bytes_per_token() / parallel.devices
-        held += beside.kv_bytes_per_token(quantization)
+        weights = beside.weight_bytes(held_in.weights) + beside.table_bytes
+        known, held = model(other), config.kv_bytes_per_token(alone.precision.kv) / parallel.devices
+        held += beside.kv_bytes_per_token(held_in.kv)
         assert weight_bytes(known, parallel) == weight_bytes(alone, parallel) + weights
         assert kv_blocks(known, room, parallel) == int(room / (16 * held))
         places = [Place(parallel, number) for number in range(parallel.devices)]

@@ -367,7 +367,8 @@ def test_a_simulated_draft_model_takes_its_time_and_memory(folder, monkeypatch):
     config = ModelConfig.load(folder / "draft")
     weight = config.weight_bytes("int8")
     assert stages == {"(1,1)": (GIB + weight,), "(2,1)": (GIB // 2 + weight, GIB // 2)}
-    assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token("int8")} and model.share(Parallel(2)) == 0.5
+    assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token("float16")}
+    assert model.share(Parallel(2)) == 0.5
     assert model.table.shapes[Parallel(2)].working_bytes == 100
 
 
@@ -390,7 +391,7 @@ def test_memory_of_drafters_is_planned_whether_or_not_they_are_simulated(folder)
     whole, part = config.weight_bytes("int8"), config.first(1).weight_bytes("none")
     assert memory("ngram") == ({"(1,1)": 0, "(2,1)": 0}, {})
     assert memory("early_exit") == ({"(1,1)": 0, "(2,1)": part}, {"(2,1)": config.first(1).kv_bytes_per_token()})
-    kv_bytes = config.kv_bytes_per_token("int8")
+    kv_bytes = config.kv_bytes_per_token("float16")
     assert memory(str(folder / "llm")) == ({"(1,1)": whole, "(2,1)": whole}, {"(1,1)": kv_bytes, "(2,1)": kv_bytes})
 
 

@@ -292,7 +292,7 @@ def test_memory_of_blocks_comes_back_and_that_of_their_neighbours_stays() -> Non
 def test_the_pool_takes_what_memory_leaves() -> None:
     token = config().kv_bytes_per_token()
     block = token * 4
-    assert block == 2 * 2 * 2 * 8 * 4 * 4 == 2 * config().kv_bytes_per_token("int8") * 4
+    assert block == 2 * 2 * 2 * 8 * 4 * 4 == 2 * config().kv_bytes_per_token("float16") * 4
     assert pool_blocks(token, 4, used=1000, memory=1000 + 7 * block + 5, useful_tokens=10**6) == 7
     assert pool_blocks(token, 4, used=1000, memory=10**9, useful_tokens=9) == 3
 

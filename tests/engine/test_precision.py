@@ -11,7 +11,7 @@ from paceline.core.cluster import Parallel
 from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import load_plan
-from paceline.engine.config import ModelError
+from paceline.engine.config import DTYPES, KV_DTYPES, ModelError
 from paceline.engine.load import weight_bytes
 from paceline.engine.parallel import Place
 from paceline.engine.precision import precision
@@ -22,6 +22,7 @@ from tests.engine.test_runner import blocks, prompt
 
 ASKED = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5)
 KEPT = "kept_bfloat16" if KEEPS_BF16 else "none"
+COMPUTED = (("auto", "none"), ("float32", "none"), ("auto", "int8"))  # --dtype, --quantization on a CPU
 
 
 @pytest.fixture(scope="module")
@@ -54,38 +55,65 @@ def test_what_a_device_cannot_compute_in(device: str, dtype: str, quantization: 
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("device", "kv_cache_dtype", "message"),
+    [
+        ("cpu", "bfloat16", "kv-cache-dtype: 'bfloat16' is not one of auto, float32, float16"),
+        ("cuda", "fp8", "kv-cache-dtype: 'fp8' is not one of auto, float32, float16"),
+        ("cuda", "float16", "kv-cache-dtype: float16 is for CPUs; on cuda only auto is valid"),
+    ],
+)
+def test_what_keys_and_values_cannot_be(device: str, kv_cache_dtype: str, message: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        precision(device, "auto", "none", None, kv_cache_dtype)
+    assert str(caught.value) == message
+
+
+def test_keys_and_values_are_as_what_is_computed_in_unless_asked_for(halved: Path) -> None:
+    held = [precision("cpu", dtype, quantization, halved).kv for dtype, quantization in COMPUTED]
+    assert held == ["float32", "float32", "float16"]
+    for asked in KV_DTYPES:
+        assert {precision("cpu", *one, halved, asked).kv for one in COMPUTED} == {asked}
+    assert [precision("cuda", dtype, "none", halved).kv for dtype in ("auto", *DTYPES)] == ["bfloat16", *DTYPES]
+
+
 def test_weights_that_are_bfloat16_stay_it(halved: Path, tmp_path: Path) -> None:
-    assert precision("cpu", "auto", "none", halved) == KEPT
-    assert precision("cpu", "float32", "none", halved) == "none" and precision("cpu", "auto", "int8", halved) == "int8"
-    assert precision("cuda", "auto", "none", halved) == "bfloat16"
-    assert precision("cuda", "float32", "none", halved) == "none"
-    assert precision("cuda:1", "float16", "none", halved) == "float16"
+    def of(path: Path, device: str = "cpu", dtype: str = "auto", quantization: str = "none") -> str:
+        return precision(device, dtype, quantization, path).weights
+
+    assert of(halved) == KEPT
+    assert of(halved, dtype="float32") == "none" and of(halved, quantization="int8") == "int8"
+    assert of(halved, "cuda") == "bfloat16"
+    assert of(halved, "cuda", "float32") == "none"
+    assert of(halved, "cuda:1", "float16") == "float16"
     name = "model.layers.1.mlp.down_proj.weight"
-    assert precision("cpu", "auto", "none", changed(halved, tmp_path / "mixed", name, torch.float32)) == "none"
+    assert of(changed(halved, tmp_path / "mixed", name, torch.float32)) == "none"
     norm = changed(halved, tmp_path / "norm", "model.norm.weight", torch.float32)
-    assert precision("cpu", "auto", "none", norm) == KEPT, "of vectors nobody asks"
-    assert precision("cpu", "auto", "none", tmp_path / "nowhere") == "none", "whoever loads it says what is wrong"
+    assert of(norm) == KEPT, "of vectors nobody asks"
+    assert of(tmp_path / "nowhere") == "none", "whoever loads it says what is wrong"
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_every_worker_finds_the_mistake_that_the_first_one_finds(halved: Path, number: int) -> None:
     with pytest.raises(ModelError, match="draft_quantization: 'int3' is not one of none, int8"):
         load_plan.models(
-            halved, ("none", "int3"), ("cpu", "auto"), None, str(halved), None, Place(Parallel(2), number)
+            halved, ("none", "int3"), ("cpu", "auto", "auto"), None, str(halved), None, Place(Parallel(2), number)
         )  # fmt: skip
 
 
 @pytest.mark.skipif(not KEEPS_BF16, reason="weights become float32")
-def test_they_give_the_same_logprobs_in_half_the_memory(halved: Path) -> None:
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_they_give_the_same_logprobs_in_half_the_memory(halved: Path, kv: str) -> None:
     """Of prompts and of single tokens."""
     options = dict(max_batch_tokens=64, max_batch=4, block_size=4, num_blocks=64)
-    kept, floats = ModelRunner.load(halved, **options), ModelRunner.load(halved, dtype="float32", **options)
+    kept = ModelRunner.load(halved, kv_cache_dtype=kv, **options)
+    floats = ModelRunner.load(halved, dtype="float32", kv_cache_dtype=kv, **options)
     config = kept.decoder.config
     assert kept.info.weight_bytes == config.weight_bytes("kept_bfloat16") + config.table_bytes
     assert kept.info.weight_bytes == weight_bytes(halved, Place())
     assert floats.info.weight_bytes == config.weight_bytes() + config.table_bytes
     assert floats.info.weight_bytes == weight_bytes(halved, Place(), dtype="float32")
-    assert kept.info.kv_bytes == floats.info.kv_bytes
+    assert kept.info.kv_bytes == floats.info.kv_bytes == 64 * 4 * config.kv_bytes_per_token(kv)
     parts = [part for layer in kept.decoder.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     assert {part.kind for part in (*parts, kept.decoder.head)} == {"tiled_bf16"}
     found = []

@@ -30,7 +30,7 @@ RUNS = [(Parallel(), 3, 18), *(pytest.param(Parallel(2 - n, 1), 5, 60, marks=pyt
 LOADS = ("seconds_count", "seconds_sum", "bytes_total")
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
 CODER = ModelConfig.load(BUILTIN / "coder")
-HELD_IN = precision("cpu", "auto", "none", BUILTIN / "coder")
+HELD_IN = precision("cpu", "auto", "none", BUILTIN / "coder").weights
 WEIGHTS = CODER.weight_bytes(HELD_IN) + CODER.table_bytes
 
 
