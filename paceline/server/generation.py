@@ -185,9 +185,10 @@ class Choice:
         """What is ready to be sent, once."""
         parts, end = len(self._text), self._end
         self._ready, self._end = False, None
-        if playout := self._smooth:
-            _, parts = playout.due(parts)
-            playout.sent()
+        if self._playout:
+            if self._smooth:
+                _, parts = self._playout.due(parts)
+            self._playout.sent(asyncio.get_running_loop().time(), parts)
         text = "".join(self._text.popleft() for _ in range(parts))
         self._taken += len(text)
         self.announce()

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def played(steps: Steps) -> tuple[list[float], list[float]]:
             if at >= now + steps[i + 1][0]:
                 break
             assert 1 <= some <= held
-            playout.sent()
+            playout.sent(at, some)
             went, held = went + [at] * some, held - some
     return came, went
 
@@ -65,6 +66,17 @@ def test_what_comes_together_goes_evenly_and_soon(yields: list[int], step_s: flo
     assert gaps[-1] <= 1.01 * step_s and (len(yields) > 1 or gaps[-1] <= 1.01 * step_s / 2)
     assert len(set(went)) > 1.25 * len(set(came))
     assert sum(late) / len(late) < 1.7 * step_s and max(late) < 3.5 * step_s
+
+
+def test_what_long_steps_yield_lasts_over_short_ones_and_the_next_long_one() -> None:
+    """As of sixteen streams: steps without drafts between those that verify eight for each."""
+    random = Random(1)
+    steps = [random.choice([(0.06, 1), (0.15, random.randint(5, 9))]) for _ in range(200)]
+    came, went = played(steps)
+    gaps = [sorted(b - a for a, b in pairwise(some[30:-9])) for some in (came, went)]
+    common = [some[int(0.99 * len(some))] for some in gaps]
+    assert common[0] > 0.14 and common[1] < 0.06 and gaps[1][-1] < 0.09
+    assert sum(b - a for a, b in zip(came, went, strict=True)) / len(came) < 0.2
 
 
 def test_where_a_step_yields_one_nothing_is_held() -> None:
