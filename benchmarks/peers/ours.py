@@ -1,6 +1,6 @@
 """Paceline itself: one engine and its scheduler in one process, `budget` tokens a step.
 
-Keys and values are float32 beside fp32 weights, unless `kv_cache_dtype` says otherwise, and else in half precision.
+Keys and values are float32, beside int8 weights in half precision, unless `kv_cache_dtype` says otherwise.
 """
 
 from pathlib import Path

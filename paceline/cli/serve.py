@@ -135,6 +135,8 @@ def serve(
         check(device, devices or len(models))
     if device != "cpu" and devices and not places:
         raise ValueError("device: plans are made for CPUs; a fleet on GPUs needs --placement")
+    if devices and kv_cache_dtype != "auto":
+        raise ValueError("kv-cache-dtype: plans are made for auto; where models share devices only that is valid")
     if device != "cpu" and replan:
         raise ValueError("replan: is for CPUs; a GPU has no room for a group beside the one that it replaces")
     if profile and not (file and devices):

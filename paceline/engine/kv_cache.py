@@ -1,6 +1,6 @@
 """The paged key-value pool and how much memory there is for it.
 
-    layer i:  keys[i], values[i]  [num_blocks, kv_heads, block_size, head_dim] float32, or float16 beside int8 weights
+    layer i:  keys[i], values[i]  [num_blocks, kv_heads, block_size, head_dim] float32 or float16 (`precision`)
     a token at position p of a sequence with block table t lies in block t[p // block_size], row p % block_size
 
 The rows of one head in one block lie together: attention reads them as one stream, head by head.

@@ -210,8 +210,7 @@ def _trigrams(text: Path, path: Path, vocabulary: int) -> Trigrams:
 
 
 def activation_bytes(
-    config: ModelConfig, max_batch_tokens: int, context: int, device: str = "cpu",
-    held: Precision = Precision("none", "float32"),  # noqa: B008
+    config: ModelConfig, max_batch_tokens: int, context: int, device: str, held: Precision
 ) -> int:
     """The most that one step holds beside weights and KV.
 
@@ -222,7 +221,7 @@ def activation_bytes(
     """
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     if device != "cpu":
-        element, rotated = dtype_bytes(held.kv), 2 * 4 * (queries + keys)
+        element, rotated = dtype_bytes(held.kv), 2 * 4 * (queries + keys)  # a GPU computes in what it keeps
         row = element * 3 * config.hidden
         row += max(element * (3 * queries + 4 * keys) + rotated, element * 3 * config.intermediate)
         row = max(row, 4 * experts.row_floats(config) if config.sparse else 0)

@@ -5,17 +5,18 @@ in a jitter buffer, for steps that yield few or take long, and go one by one: ev
 late, up to twice as slowly where few are held and twice as fast where many are. HELD says how many should be: each
 token comes about a step and a half later than it could. Where steps yield one nothing is held, and the first token and
 the end never are. How long steps take and what they yield is learnt from when their outputs come. Messages take cores
-that the next step needs, so those that would be closer than a quarter of a step, or LEAST_S, go together.
+that the next step needs, so those that would be closer than a share of a step, or LEAST_S, go together.
 """
 
 import math
 
 KEEPS = 0.9  # of the steps before, with every step
-LONGEST = 2.0  # a step counts for at most so many average ones: stalls pass
-HELD = 1.5  # tokens that should be held, for each that a step yields beyond one
+LONGEST, STALLED = 2.0, 4.0  # a step counts for at most so many average ones, those for so many of it: stalls pass
+SAME_S = 0.001  # what comes closer is of one step: clocks may count milliseconds
+HELD, MOST = 1.5, 3.0  # tokens that should be held, for each that a step yields beyond one; how often as many may be
 SPREAD = 2.0  # how much slower or faster than of late, at most
 LEAST_YIELD, LEAST_STEP_S = 1.05, 0.005  # where steps are less, all goes as it comes
-LEAST_S, SHARE = 0.008, 0.25  # between messages, and of a step
+LEAST_S, SHARE = 0.008, 0.4  # between messages, and of a step
 
 
 class Playout:
@@ -28,14 +29,18 @@ class Playout:
 
     def come(self, now: float, held: int) -> None:
         """A step is done; so many are held with what it has yielded."""
+        took, yielded = now - self._came, held - self._held
+        self._held = held
+        if took < SAME_S:
+            self._parts += yielded if self._steps else 0
+            return
         if self._came > -math.inf:
-            took = now - self._came
             if self._steps:
                 took = min(took, LONGEST * self._seconds / self._steps)
-            self._seconds = KEEPS * min(self._seconds, LONGEST * took * self._steps) + took
+            self._seconds = KEEPS * min(self._seconds, STALLED * took * self._steps) + took
             self._steps = KEEPS * self._steps + 1
-            self._parts = KEEPS * self._parts + held - self._held
-        self._came, self._held = now, held
+            self._parts = KEEPS * self._parts + yielded
+        self._came = now
 
     @property
     def spreads(self) -> bool:
@@ -46,11 +51,12 @@ class Playout:
         """When some of those that are held may go next, and how many then."""
         if not self.spreads:
             return self._came, held
-        wanted = 1 + HELD * (self._parts / self._steps - 1)
+        step_s, wanted = self._seconds / self._steps, 1 + HELD * (self._parts / self._steps - 1)
         each = self._seconds / self._parts * min(SPREAD, max(1 / SPREAD, wanted / max(held, 1)))
-        apart = max(LEAST_S, SHARE * self._seconds / self._steps)
-        parts = min(held, max(1, round(apart / each)))
-        return self._went + max(apart, parts * each), parts
+        apart = max(min(LEAST_S, step_s), SHARE * step_s)
+        parts = max(1, round(apart / each))
+        when = self._went + max(apart, parts * each)
+        return when, min(held, max(parts, int(held - MOST * wanted)))
 
     def sent(self, now: float, parts: int) -> None:
         """So many went."""

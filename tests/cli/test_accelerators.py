@@ -65,7 +65,6 @@ def test_each_worker_sees_its_own_gpu(tmp_path, monkeypatch):
     assert [options(one)["devices"] for one in (first, second)] == [[0], [1]]
     (served,) = options(first)["models"]
     assert (served["device"], served["dtype"], served["quantization"]) == ("cuda", "auto", "none")
-    assert served["kv_cache_dtype"] == "auto"
     assert served["draft_quantization"] is None, "on a GPU as its target"
     places = {"groups": [{"devices": [3, 1], "parallel": {"pipeline": 2, "tensor": 1}, "models": ["a", "b"]}]}
     (tmp_path / "placement.json").write_text(json.dumps(places))

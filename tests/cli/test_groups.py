@@ -59,6 +59,14 @@ def test_a_placement_says_which_models_share_which_workers(tmp_path):
     assert not any(model["lends"] for model in options["models"]), "the number of blocks is the user's"
 
 
+def test_workers_keep_keys_and_values_as_asked(tmp_path):
+    models = find_models(["builtin:coder"], [], kv_cache_dtype="float16")
+    command = worker_group(models, LIMITS).command(Seat(0, "", (None,), (True,), True))
+    assert json.loads(command[-1])["models"][0]["kv_cache_dtype"] == "float16"
+    halves, floats = (kv_blocks(one, 1e9, Parallel()) for one in (models[0], find_models(["builtin:coder"], [])[0]))
+    assert halves // 2 == floats
+
+
 def test_without_a_cluster_every_model_has_a_worker_of_its_own(tmp_path):
     fleet = write(tmp_path, GOOD)
     assert devices_of(fleet_file.load(fleet), None) is None

@@ -161,9 +161,10 @@ def test_the_cache_is_kept_apart_by_all_that_matters(tmp_path):
             (CODER, "none", profile_cache.Device("another", 2, device.torch, device.paceline)),
             (CODER, "none", profile_cache.Device(device.cpu, 2, "1.0", device.paceline)),
             (CODER, "none", profile_cache.Device.here(2, dtype="float32")),
-            (CODER, "none", profile_cache.Device.here(2, kv_cache_dtype="float32")),
+            (CODER, "none", profile_cache.Device.here(2, kv_cache_dtype="float16")),
         )
     }
+    assert profile_cache.cache_file(CODER, "none", profile_cache.Device.here(2, kv_cache_dtype="float32")) in files
     assert len(files) == 8
     (tmp_path / "config.json").write_bytes((CODER / "config.json").read_bytes())
     weights = load_file(CODER / "model.safetensors")

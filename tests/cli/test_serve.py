@@ -149,6 +149,12 @@ def test_bad_arguments_are_one_line_and_exit_2(arguments, words, monkeypatch):
     assert done.returncode == 2 and len(lines) == 1 and all(word in lines[0] for word in words)
 
 
+def test_where_models_share_devices_keys_and_values_are_as_plans_take_them(tmp_path):
+    (tmp_path / "fleet.yaml").write_text(FLEET + "cluster: {devices: 1}\n")
+    done = paceline("serve", str(tmp_path / "fleet.yaml"), "--kv-cache-dtype", "float16")
+    assert done.returncode == 2 and "kv-cache-dtype: plans are made for auto" in done.stderr
+
+
 def test_keys_and_values_of_one_sequence_must_fit():
     done = paceline("serve", "builtin:coder-draft", "--port", "0", "--num-blocks", "8")
     assert done.returncode == 2 and "coder-draft: context: the KV cache holds 128 tokens" in done.stderr

@@ -114,6 +114,7 @@ def test_they_give_the_same_logprobs_in_half_the_memory(halved: Path, kv: str) -
     assert floats.info.weight_bytes == config.weight_bytes() + config.table_bytes
     assert floats.info.weight_bytes == weight_bytes(halved, Place(), dtype="float32")
     assert kept.info.kv_bytes == floats.info.kv_bytes == 64 * 4 * config.kv_bytes_per_token(kv)
+    assert kept.cache.pool.dtype == floats.cache.pool.dtype == getattr(torch, kv)
     parts = [part for layer in kept.decoder.layers for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     assert {part.kind for part in (*parts, kept.decoder.head)} == {"tiled_bf16"}
     found = []
@@ -134,7 +135,8 @@ def test_a_draft_model_is_held_as_its_own_checkpoint_is(halved: Path, tmp_path: 
     whole = tmp_path / "whole"
     checkpoints.save("qwen2", whole)
     for target, draft in ((halved, whole), (whole, halved)):
-        runner = ModelRunner.load(target, drafter=str(draft), **options)
+        runner = ModelRunner.load(target, drafter=str(draft), kv_cache_dtype="float16", **options)
+        assert {cache.pool.dtype for cache in runner.caches} == {torch.float16}
         kinds = [decoder.head.kind for decoder in (runner.decoder, runner.drafter.model.decoder)]
         assert kinds == ["tiled_bf16" if path == halved else "tiled" for path in (target, draft)]
         assert runner.info.weight_bytes == weight_bytes(target, Place(), drafter=str(draft))

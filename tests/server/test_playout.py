@@ -63,7 +63,7 @@ def test_what_comes_together_goes_evenly_and_soon(yields: list[int], step_s: flo
     last = came.index(came[-1])  # those of the last step go with it
     late = [b - a for a, b in zip(came, went, strict=True)]
     gaps = sorted(b - a for a, b in pairwise(went[20:last]))
-    assert gaps[-1] <= 1.01 * step_s and (len(yields) > 1 or gaps[-1] <= 1.01 * step_s / 2)
+    assert gaps[-1] <= 1.01 * step_s and (len(yields) > 1 or gaps[-1] <= 0.6 * step_s)
     assert len(set(went)) > 1.25 * len(set(came))
     assert sum(late) / len(late) < 1.7 * step_s and max(late) < 3.5 * step_s
 
@@ -75,7 +75,7 @@ def test_what_long_steps_yield_lasts_over_short_ones_and_the_next_long_one() -> 
     came, went = played(steps)
     gaps = [sorted(b - a for a, b in pairwise(some[30:-9])) for some in (came, went)]
     common = [some[int(0.99 * len(some))] for some in gaps]
-    assert common[0] > 0.14 and common[1] < 0.06 and gaps[1][-1] < 0.09
+    assert common[0] > 0.14 and common[1] < 0.065 and gaps[1][-1] < 0.09
     assert sum(b - a for a, b in zip(came, went, strict=True)) / len(came) < 0.2
 
 
@@ -91,6 +91,25 @@ def test_a_stall_does_not_slow_what_follows(stall: int) -> None:
     since = 3 * (stall + 4)
     assert max(b - a for a, b in pairwise(went[since:])) < 0.031
     assert max(b - a for a, b in zip(came[since:], went[since:], strict=True)) < 0.12
+
+
+def test_two_steps_at_once_are_no_short_step() -> None:
+    """A clock that counts milliseconds, and a server that was busy meanwhile."""
+    steps = [(0.0 if i % 7 == 3 else 0.1, 4) for i in range(60)]
+    came, went = played(steps)
+    assert len(set(went[40:-8])) > 2 * len(set(came[40:-8]))
+    assert max(b - a for a, b in pairwise(went[40:-8])) < 0.06
+
+
+def test_what_a_client_was_too_slow_for_goes_at_once() -> None:
+    playout, now, held = Playout(), 0.0, 0
+    for i in range(40):  # nothing is taken in the last ten steps
+        now, held = now + 0.1, held + 4
+        playout.come(now, held)
+        if i < 30:
+            playout.sent(now, held)
+            held = 0
+    assert playout.due(held)[1] > held - 20
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
