@@ -2,6 +2,7 @@
 
 Held-out bits per byte, and agreement with float32 on the likeliest token.
 """
+
 import math
 import sys
 from pathlib import Path
