@@ -7,6 +7,7 @@ from typing import Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from paceline.cli.accelerators import KVDType
 from paceline.core.request import MAX_DRAFT_TOKENS
 
 Quantization = Literal["none", "int8"]  # engine.config.QUANTIZATIONS
@@ -81,6 +82,7 @@ class Entry(BaseModel):
     name: str = Field(min_length=1, max_length=128)
     source: str
     quantization: Quantization = "none"
+    kv_cache_dtype: KVDType = "auto"  # of keys and values, of a draft model's too
     slo: Goals = Goals()
     speculation: Speculation = Speculation()
     workload: Workload = Workload()
@@ -125,6 +127,18 @@ def load(path: Path) -> FleetFile:
     if twice:
         raise ValueError(f"{path}: models.name: {twice[0]!r} is there twice; names must differ")
     return fleet
+
+
+def check_kind(name: str, entry: Entry, one_shot: bool) -> None:
+    """Raises ValueError for what is asked of a model, and models of its kind do not do."""
+    if entry.slo.deadline is not None and not one_shot:
+        raise ValueError(f"slo.deadline: {name!r} generates: it has ttft and tbt; a deadline is for encoders")
+    if entry.slo.tbt is not None and one_shot:
+        raise ValueError(f"slo.tbt, tbt-goal: {name!r} is an encoder, which gives no tokens: it has ttft and deadline")
+    if entry.kv_cache_dtype != "auto" and one_shot:
+        raise ValueError(f"kv_cache_dtype, kv-cache-dtype: {name!r} is an encoder, which has none: only auto goes")
+    if entry.speculation.drafter != "none" and one_shot:
+        raise ValueError(f"speculation.drafter: {name!r} is an encoder, which drafts nothing: only none is valid")
 
 
 def _first(error: ValidationError) -> str:

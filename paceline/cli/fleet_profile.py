@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from paceline.cli import profile_cache
-from paceline.cli.fleet_file import Entry, FleetFile
+from paceline.cli.fleet_file import Entry, FleetFile, check_kind
 from paceline.cli.profile_cache import Device
 from paceline.cli.shape_profile import Progress, Shape, Slices, Stages, measure, shapes_of
 from paceline.cli.sizes import parse_bytes
@@ -156,11 +156,12 @@ def fleet(
     devices = file.cluster.count
     memory = None if file.cluster.memory == "auto" else parse_bytes(str(file.cluster.memory))
     done: dict[tuple[object, ...], dict[str, Any]] = {}
-    models = {}
-    for entry in file.models:
-        path = resolve(entry.source)
+    models, paths = {}, [resolve(entry.source) for entry in file.models]
+    for entry, path in zip(file.models, paths, strict=True):
+        check_kind(entry.name, entry, is_encoder(path))
+    for entry, path in zip(file.models, paths, strict=True):
         length = tokens or entry.workload.prompt_tokens
-        key = (path, entry.quantization, length if is_encoder(path) else 0)
+        key = (path, entry.quantization, entry.kv_cache_dtype, length if is_encoder(path) else 0)
         if key not in done:
             shapes = shapes_of(path, entry.quantization, devices)
             done[key] = _of_model(entry, path, shapes, length, threads, memory, seconds, quick, bars)
@@ -193,17 +194,20 @@ def _of_model(
         bars.update(task, completed=gone, total=planned)
 
     options = WorkerOptions(
-        str(path), TOKENS, max(BATCHES), threads=threads, quantization=entry.quantization, memory=memory
-    )
+        str(path), TOKENS, max(BATCHES), threads=threads, quantization=entry.quantization,
+        kv_cache_dtype=entry.kv_cache_dtype, memory=memory,
+    )  # fmt: skip
     if is_encoder(path):
         each = seconds or (3.0 if quick else 20.0) * len(shapes)
         return encoder_shapes(options, shapes, tokens, each, quick, progress)
-    how = ["--threads", str(threads), "--quantization", entry.quantization, *["--quick"] * quick]
+    how = ["--threads", str(threads), "--quantization", entry.quantization, "--kv-cache-dtype", entry.kv_cache_dtype]
+    how += ["--quick"] * quick
     how += ["--seconds", str(seconds)] if seconds else []
     bars.stop()  # the other process has bars of its own
     measured_here(path, entry.name, how)
     bars.start()
-    known = profile_cache.load(profile_cache.cache_file(path, entry.quantization, Device.here(threads)))
+    device = Device.here(threads, kv_cache_dtype=entry.kv_cache_dtype)
+    known = profile_cache.load(profile_cache.cache_file(path, entry.quantization, device))
     assert known is not None
     blocks = sum(-(-(TOKENS + BLOCK) // BLOCK) + decodes * (context // BLOCK + 2) for decodes, context, _ in PROBES)
     options = msgspec.structs.replace(options, num_blocks=blocks)

@@ -188,7 +188,7 @@ def worker_options(model: Model, limits: Limits, share: float, lends: bool = Fal
         str(model.path),
         device=model.device,
         dtype="auto" if model.encoder else model.dtype,
-        kv_cache_dtype="auto" if model.encoder else model.kv_cache_dtype,
+        kv_cache_dtype=model.kv_cache_dtype,
         quantization=model.quantization,
         drafter=str(drafting.drafter),
         early_exit_layers=drafting.early_exit_layers,

@@ -69,18 +69,22 @@ def find_models(
     sources: list[str], names: list[str], quantization: Quantization = "none", slo: SLO = NO_SLO,
     device: Accelerator = "cpu", dtype: DType = "auto", kv_cache_dtype: KVDType = "auto",
 ) -> list[Model]:  # fmt: skip
-    """Resolves all sources before anything is loaded; `quantization` and `slo` are for those that a fleet file does not
-    name. Raises ValueError naming the source, or what the device cannot compute in."""
+    """Resolves all sources before anything is loaded; `quantization`, `kv_cache_dtype` and `slo` are for those that a
+    fleet file does not name. Raises ValueError naming the source, or what the device cannot compute in."""
     if is_fleet_file(sources):
-        if quantization != "none" or slo != NO_SLO:
-            raise ValueError("quantization, tbt-goal: with a fleet file they are keys of its models: quantization, slo")
+        if quantization != "none" or kv_cache_dtype != "auto" or slo != NO_SLO:
+            raise ValueError(
+                "quantization, kv-cache-dtype, tbt-goal: with a fleet file they are keys of its models: quantization, "
+                "kv_cache_dtype, slo"
+            )
         entries = fleet_file.load(Path(sources[0])).models
     else:
         goals = fleet_file.Goals.model_construct(ttft=slo.ttft, tbt=slo.tbt)
         entries = [
             fleet_file.Entry.model_construct(
-                name=default_name(source), source=source, quantization=quantization, slo=goals
-            )
+                name=default_name(source), source=source, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
+                slo=goals,
+            )  # fmt: skip
             for source in sources
         ]
     if len(names) > len(entries):
@@ -92,10 +96,11 @@ def find_models(
         path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
         goals = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
         encoder = EncoderConfig.load(path) if is_encoder(path) else None
-        check_goals(name, encoder is not None, goals, entry.speculation.drafter)
+        fleet_file.check_kind(name, entry, encoder is not None)
         model = Model(
-            name, path, Tokenizer.load(path), entry.quantization, goals, device, dtype, kv_cache_dtype, encoder=encoder
-        )
+            name, path, Tokenizer.load(path), entry.quantization, goals, device, dtype, entry.kv_cache_dtype,
+            encoder=encoder,
+        )  # fmt: skip
         model = replace(model, drafting=Drafting.of(entry.speculation, device))
         model.check_precision()
         if model.drafting.drafter.kind == "early_exit":
@@ -105,16 +110,6 @@ def find_models(
     if twice:
         raise ValueError(f"served-model-name: two models are called {twice[0]!r}; name them apart")
     return models
-
-
-def check_goals(name: str, one_shot: bool, goals: SLO, drafter: str) -> None:
-    """Raises ValueError for what a fleet file asks of a model and models of its kind do not do."""
-    if goals.deadline is not None and not one_shot:
-        raise ValueError(f"slo.deadline: {name!r} generates: it has ttft and tbt; a deadline is for encoders")
-    if goals.tbt is not None and one_shot:
-        raise ValueError(f"slo.tbt, tbt-goal: {name!r} is an encoder, which gives no tokens: it has ttft and deadline")
-    if drafter != "none" and one_shot:
-        raise ValueError(f"speculation.drafter: {name!r} is an encoder, which drafts nothing: only none is valid")
 
 
 def paced(

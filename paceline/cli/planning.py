@@ -14,7 +14,7 @@ from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
 from paceline.cli.drafting import Drafting, costs
-from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile
+from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile, check_kind
 from paceline.cli.goals import goal_budget
 from paceline.cli.profile_file import LiveEntry, ModelEntry, PlanningProfile, ShapeEntry
 from paceline.cli.sizes import parse_bytes
@@ -23,7 +23,7 @@ from paceline.controller import GroupConfig
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Cluster, Parallel
 from paceline.core.request import SLO
-from paceline.engine.config import ModelConfig, draft_config
+from paceline.engine.config import ModelConfig, draft_config, matrix_bytes
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.host import device_bytes
 from paceline.engine.precision import precision
@@ -143,12 +143,13 @@ def _model(
         return _drafting(found, entry, threads, live)
     path = resolve(entry.source)
     one_shot = is_encoder(path)
-    kept = _kept(path, entry.quantization, threads)
+    check_kind(entry.name, entry, one_shot)
+    kept = _kept(path, entry.quantization, entry, threads)
     found = None if one_shot else profile_cache.load(kept)
     if found is None and not (one_shot and kept.exists()):
         raise ValueError(
-            f"source: {entry.source!r} has no profile on this machine; run `paceline profile {entry.source}` "
-            f"first, or give --profile FILE with a model {entry.name!r}"
+            f"source: {entry.source!r} has no profile on this machine; run `paceline profile {entry.source}"
+            f"{_options(entry.quantization, entry)}` first, or give --profile FILE with a model {entry.name!r}"
         )
     error = asdict(found.error) if found else PlanningProfile.load(kept).error or {}
     for name, value in error.items():
@@ -171,11 +172,18 @@ def _budget(name: str, found: Profile, slo: SLO, width: int | None, share: float
     return goal_budget(name, found, width or DEFAULT_WIDTH, slo.tbt, share)
 
 
-def _kept(path: Path, quantization: str, threads: int | None) -> Path:
-    """Where the model's profile is, or would be, of a device with so many threads or of one with all cores."""
-    devices = profile_cache.Device.here(threads), profile_cache.Device.here(None)
+def _kept(path: Path, quantization: str, entry: Entry, threads: int | None) -> Path:
+    """Where the profile of the entry's model, or of its draft model, is, or would be: of a device with so many threads
+    or of one with all cores."""
+    devices = (profile_cache.Device.here(one, kv_cache_dtype=entry.kv_cache_dtype) for one in (threads, None))
     own, whole = (profile_cache.cache_file(path, quantization, device) for device in devices)
     return own if own.exists() else whole
+
+
+def _options(quantization: str, entry: Entry) -> str:
+    """Of a command that measures such a profile."""
+    given = {"--quantization": (quantization, "none"), "--kv-cache-dtype": (entry.kv_cache_dtype, "auto")}
+    return "".join(f" {name} {value}" for name, (value, default) in given.items() if value != default)
 
 
 def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: LiveEntry) -> SimulatedModel:
@@ -191,16 +199,16 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: Li
         if not files:
             raise ValueError(f"speculation.drafter: early_exit needs files, and {entry.name!r} has a profile only")
         path = resolve(entry.source)
-    model = _beside(model, drafting, path, drafting.quantized(entry.quantization))
+    model = _beside(model, drafting, path, entry)
     if rate is None:
         return model
     if drafting.model:
         quantization = drafting.quantized(entry.quantization)
-        draft = profile_cache.load(_kept(drafting.model, quantization, threads))
+        draft = profile_cache.load(_kept(drafting.model, quantization, entry, threads))
         if draft is None:
             raise ValueError(
                 f"speculation.drafter: {drafting.model} has no profile on this machine; run `paceline profile "
-                f"{drafting.model} --quantization {quantization}` first"
+                f"{drafting.model}{_options(quantization, entry)}` first"
             )
         chained = {count: seconds * of_width(live.paces, max(1, count)) for count, seconds in draft.chained.items()}
         draft = replace(draft, step_time=draft.step_time.paced(live.paces), chained=chained)
@@ -208,12 +216,13 @@ def _drafting(model: SimulatedModel, entry: Entry, threads: int | None, live: Li
     return replace(model, drafts=SimulatedDrafts(drafting.max_draft_tokens, rate, cost, drafting.adaptive))
 
 
-def _beside(model: SimulatedModel, drafting: Drafting, path: Path, quantization: str) -> SimulatedModel:
-    """With what the first worker holds to draft by, quantized so. `path`: of a target that exits early."""
+def _beside(model: SimulatedModel, drafting: Drafting, path: Path, entry: Entry) -> SimulatedModel:
+    """With what the first worker holds to draft by. `path`: of a target that exits early."""
+    quantization = drafting.quantized(entry.quantization)
     shapes, kv_bytes = dict(model.table.shapes), dict[Parallel, int]()
     for parallel, shape in model.table.shapes.items():
         if config := draft_config(drafting.drafter, path, drafting.early_exit_layers, parallel.devices):
-            held = precision("cpu", "auto", quantization, drafting.model or path)
+            held = precision("cpu", "auto", quantization, drafting.model or path, entry.kv_cache_dtype)
             shapes[parallel] = _more_in_front(shape, config.weight_bytes(held.weights))
             kv_bytes[parallel] = config.kv_bytes_per_token(held.kv)
     shares = {parallel: model.share(parallel) for parallel in shapes} if kv_bytes else model.shares
@@ -325,11 +334,11 @@ def _from_texts(entry: Entry, path: Path, times: TextTimes, one: ShapeEntry) -> 
 def _from_config(entry: Entry, path: Path, working: int) -> ModelTable:
     """Stages by cutting the model's layers: blocks and the head by their weights, of experts those that one token is
     sent to; embeddings are read a row at a time, and cost nothing but memory. `working`: bytes of each device."""
-    config = ModelConfig.load(path)
-    head = config.vocab_size * config.hidden * (1 if entry.quantization == "int8" else 4)
+    config, kept = ModelConfig.load(path), precision("cpu", "auto", entry.quantization, path).weights
+    head = matrix_bytes(config.vocab_size, config.hidden, kept)
     layers = range(config.layers)
-    active = [config.layer_bytes(layer, entry.quantization, config.experts_per_token) for layer in layers]
-    held = [config.layer_bytes(layer, entry.quantization) for layer in layers]
+    active = [config.layer_bytes(layer, kept, config.experts_per_token) for layer in layers]
+    held = [config.layer_bytes(layer, kept) for layer in layers]
     seconds = [0.0, *map(float, active), float(head)]
     weights = [0 if config.tied else head, *held, head]
     return from_layers(entry.name, seconds, weights, PIPELINES, working=working)

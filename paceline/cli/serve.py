@@ -135,8 +135,6 @@ def serve(
         check(device, devices or len(models))
     if device != "cpu" and devices and not places:
         raise ValueError("device: plans are made for CPUs; a fleet on GPUs needs --placement")
-    if devices and kv_cache_dtype != "auto":
-        raise ValueError("kv-cache-dtype: plans are made for auto; where models share devices only that is valid")
     if device != "cpu" and replan:
         raise ValueError("replan: is for CPUs; a GPU has no room for a group beside the one that it replaces")
     if profile and not (file and devices):
@@ -168,6 +166,8 @@ def serve(
     }  # fmt: skip
     given = [str(word) for option in sizes.items() if option[1] is not None for word in option]
     planning = devices is not None and places is None
+    if planning and dtype != "auto":
+        raise ValueError("dtype: plans are made for auto; weights of another type need --placement")
     measures = planning and profile is None
     fixed, share = token_budget is not None, partial(quickest_share, places) if devices else lambda name: 1.0
     measured = PlanningProfile.load(profile) if profile else None

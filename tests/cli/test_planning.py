@@ -10,17 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from paceline.cli import fleet_file, profile_cache
 from paceline.cli.groups import plan
 from paceline.cli.placement_file import load_placement
 from paceline.cli.planning import _from_config, planned, traffic
 from paceline.core.cluster import Parallel
-from paceline.engine.config import ModelConfig
+from paceline.engine.config import KEPT_BFLOAT16, ModelConfig
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
 from paceline.placement.search import plan as search
+from paceline.processor import KEEPS_BF16
 from paceline.simulator.drafts import SimulatedDrafts
 from paceline.speculation.costs import Costs
 from tests.cli import command
@@ -344,30 +346,41 @@ def test_drafts_are_simulated_where_the_workload_says_how_good_they_are(folder):
     assert latency("acceptance: 0.0") < alone * 1.02, "it finds out that drafts do not pay"
 
 
-def test_a_simulated_draft_model_takes_its_time_and_memory(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("quantization", "kv_cache_dtype", "held", "options"),
+    [
+        ("int8", "auto", "float16", " --quantization int8"),
+        ("int8", "float32", "float32", " --quantization int8 --kv-cache-dtype float32"),
+        ("none", "float16", "float16", " --kv-cache-dtype float16"),
+    ],
+)
+def test_a_simulated_draft_model_takes_its_time_and_memory(
+    folder, monkeypatch, quantization, kv_cache_dtype, held, options
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     checkpoints.save("llama2", folder / "draft")
     step = StepTime((0.0, *(0.01 + 1e-5 * n for n in range(300))), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     entry = {"parallel": [{"stage_weight_bytes": [GIB], "working_bytes": 100}], "step_time": asdict(step)}
     (folder / "profile.json").write_text(json.dumps({"models": {"llm": entry}}))
-    drafter = f"speculation: {{drafter: {folder / 'draft'}, max_draft_tokens: 3}}"
-    model = f"{{name: a, source: 'profile:llm', workload: {{rate: 1.0, acceptance: 0.8}}, {drafter}}}"
+    drafter = f"speculation: {{drafter: {folder / 'draft'}, max_draft_tokens: 3, quantization: {quantization}}}"
+    own = f"kv_cache_dtype: {kv_cache_dtype}, workload: {{rate: 1.0, acceptance: 0.8}}"
+    model = f"{{name: a, source: 'profile:llm', {own}, {drafter}}}"
     (folder / "fleet.yaml").write_text(f"models: [{model}]\ncluster: {{devices: 2, memory: 4GiB}}\n")
     fleet = fleet_file.load(folder / "fleet.yaml")
-    with pytest.raises(ValueError, match=r"speculation.drafter: .*/draft has no profile on this machine"):
+    with pytest.raises(ValueError, match=f"speculation.drafter: .*/draft has no profile .*/draft{options}` first"):
         planned(fleet, folder / "profile.json")
     small, none = StepTime((0.0, 0.001), 0.0, 2e-5, 3e-9, 0.0, 0.0, 0.0), Percentiles(0.0, 0.0)
     floor = Roofline(64, 1, 1, 1, 8, 1e9, 1e9)
     known = Profile(small, ((1, 1),), (), 1, none, none, {1: 0.001}, floor)
-    device = profile_cache.Device.here(profile_cache.threads_of(2))
-    profile_cache.save(profile_cache.cache_file(folder / "draft", "int8", device), "draft", known, device)
+    device = profile_cache.Device.here(profile_cache.threads_of(2), kv_cache_dtype=kv_cache_dtype)
+    profile_cache.save(profile_cache.cache_file(folder / "draft", quantization, device), "draft", known, device)
     (model,) = planned(fleet, folder / "profile.json").models
     assert model.drafts == SimulatedDrafts(3, 0.8, Costs((0.0, 0.001), 2e-5, 3e-9))
     stages = {str(p): shape.stage_weight_bytes for p, shape in model.table.shapes.items() if p.devices <= 2}
     config = ModelConfig.load(folder / "draft")
-    weight = config.weight_bytes("int8")
+    weight = config.weight_bytes(quantization)
     assert stages == {"(1,1)": (GIB + weight,), "(2,1)": (GIB // 2 + weight, GIB // 2)}
-    assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token("float16")}
+    assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token(held)}
     assert model.share(Parallel(2)) == 0.5
     assert model.table.shapes[Parallel(2)].working_bytes == 100
 
@@ -423,17 +436,23 @@ def test_profile_sources_are_not_served(folder):
     assert "can be planned, not served" in paceline(folder, "serve", "fleet.yaml", code=2)
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_stages_hold_all_experts_and_compute_some(tmp_path, quantization):
-    checkpoints.save("qwen3-moe-every-other", tmp_path)
-    config = ModelConfig.load(tmp_path)
+@pytest.mark.parametrize(
+    ("quantization", "held", "dtype"),
+    [("none", "none", torch.float32), ("int8", "int8", torch.float32), ("none", KEPT_BFLOAT16, torch.bfloat16)],
+)
+def test_stages_hold_all_experts_and_compute_some(tmp_path, quantization, held, dtype):
+    """A checkpoint in bfloat16 stays it, where a processor has instructions enough to read it."""
+    checkpoints.save("qwen3-moe-every-other", tmp_path, dtype)
+    config, held = ModelConfig.load(tmp_path), held if KEEPS_BF16 else quantization
     entry = fleet_file.Entry(name="a", source=str(tmp_path), quantization=quantization)
     shapes = _from_config(entry, tmp_path, 0).shapes
-    head = config.vocab_size * config.hidden * (1 if quantization == "int8" else 4)
-    dense, sparse, after = (config.layer_bytes(layer, quantization) for layer in range(3))
+    rows = config.vocab_size
+    head = {"none": 4, KEPT_BFLOAT16: 2, "int8": 1}[held] * rows * config.hidden + 8 * rows * (held == "int8")
+    dense, sparse, after = (config.layer_bytes(layer, held) for layer in range(3))
+    assert 2 * head + dense + sparse + after == config.weight_bytes(held) + head - 4 * config.hidden
     assert shapes[Parallel()].stage_weight_bytes == (2 * head + dense + sparse + after,)
     (seconds,) = shapes[Parallel()].stage_latency[1]
-    idle = config.layer_bytes(1, quantization, 2) - config.layer_bytes(1, quantization, 0)  # 4 of 6 work
+    idle = config.layer_bytes(1, held, 2) - config.layer_bytes(1, held, 0)  # 4 of 6 work
     assert dense == after and seconds == head + 2 * dense + sparse - idle
 
 

@@ -149,10 +149,17 @@ def test_bad_arguments_are_one_line_and_exit_2(arguments, words, monkeypatch):
     assert done.returncode == 2 and len(lines) == 1 and all(word in lines[0] for word in words)
 
 
-def test_where_models_share_devices_keys_and_values_are_as_plans_take_them(tmp_path):
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--kv-cache-dtype", "float16"], "kv-cache-dtype, tbt-goal: with a fleet file they are keys of its models"),
+        (["--dtype", "float32"], "dtype: plans are made for auto"),
+    ],
+)
+def test_where_models_share_devices_weights_and_keys_are_as_plans_take_them(tmp_path, more, words):
     (tmp_path / "fleet.yaml").write_text(FLEET + "cluster: {devices: 1}\n")
-    done = paceline("serve", str(tmp_path / "fleet.yaml"), "--kv-cache-dtype", "float16")
-    assert done.returncode == 2 and "kv-cache-dtype: plans are made for auto" in done.stderr
+    done = paceline("serve", str(tmp_path / "fleet.yaml"), *more)
+    assert done.returncode == 2 and words in done.stderr
 
 
 def test_keys_and_values_of_one_sequence_must_fit():
