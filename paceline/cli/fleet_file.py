@@ -129,16 +129,10 @@ def load(path: Path) -> FleetFile:
     return fleet
 
 
-def check_kind(name: str, entry: Entry, one_shot: bool) -> None:
-    """Raises ValueError for what is asked of a model, and models of its kind do not do."""
-    if entry.slo.deadline is not None and not one_shot:
-        raise ValueError(f"slo.deadline: {name!r} generates: it has ttft and tbt; a deadline is for encoders")
-    if entry.slo.tbt is not None and one_shot:
-        raise ValueError(f"slo.tbt, tbt-goal: {name!r} is an encoder, which gives no tokens: it has ttft and deadline")
+def check_cache(entry: Entry, one_shot: bool) -> None:
+    """Raises ValueError for an encoder with a type of keys and values, which it does not keep."""
     if entry.kv_cache_dtype != "auto" and one_shot:
-        raise ValueError(f"kv_cache_dtype, kv-cache-dtype: {name!r} is an encoder, which has none: only auto goes")
-    if entry.speculation.drafter != "none" and one_shot:
-        raise ValueError(f"speculation.drafter: {name!r} is an encoder, which drafts nothing: only none is valid")
+        raise ValueError(f"kv_cache_dtype, kv-cache-dtype: {entry.name!r} is an encoder, which has none: auto it is")
 
 
 def _first(error: ValidationError) -> str:

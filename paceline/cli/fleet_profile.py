@@ -13,7 +13,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from paceline.cli import profile_cache
-from paceline.cli.fleet_file import Entry, FleetFile, check_kind
+from paceline.cli.fleet_file import Entry, FleetFile, check_cache
 from paceline.cli.profile_cache import Device
 from paceline.cli.shape_profile import Progress, Shape, Slices, Stages, measure, shapes_of
 from paceline.cli.sizes import parse_bytes
@@ -23,6 +23,7 @@ from paceline.core.batch import StepShape
 from paceline.core.cluster import Parallel
 from paceline.engine.config import ModelConfig
 from paceline.engine.encoder_config import EncoderConfig, is_encoder
+from paceline.engine.precision import precision
 from paceline.latency.profile import Measured, Percentiles
 from paceline.latency.texts import TextTimes
 
@@ -158,10 +159,11 @@ def fleet(
     done: dict[tuple[object, ...], dict[str, Any]] = {}
     models, paths = {}, [resolve(entry.source) for entry in file.models]
     for entry, path in zip(file.models, paths, strict=True):
-        check_kind(entry.name, entry, is_encoder(path))
+        check_cache(entry, is_encoder(path))
     for entry, path in zip(file.models, paths, strict=True):
         length = tokens or entry.workload.prompt_tokens
-        key = (path, entry.quantization, entry.kv_cache_dtype, length if is_encoder(path) else 0)
+        held = precision("cpu", "auto", entry.quantization, path, entry.kv_cache_dtype)
+        key = (path, held, length if is_encoder(path) else 0)
         if key not in done:
             shapes = shapes_of(path, entry.quantization, devices)
             done[key] = _of_model(entry, path, shapes, length, threads, memory, seconds, quick, bars)

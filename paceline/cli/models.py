@@ -96,7 +96,8 @@ def find_models(
         path, name = resolve(entry.source), names[index] if index < len(names) else entry.name
         goals = SLO(entry.slo.ttft, entry.slo.tbt, entry.slo.deadline)
         encoder = EncoderConfig.load(path) if is_encoder(path) else None
-        fleet_file.check_kind(name, entry, encoder is not None)
+        check_goals(name, encoder is not None, goals, entry.speculation.drafter)
+        fleet_file.check_cache(entry, encoder is not None)
         model = Model(
             name, path, Tokenizer.load(path), entry.quantization, goals, device, dtype, entry.kv_cache_dtype,
             encoder=encoder,
@@ -110,6 +111,16 @@ def find_models(
     if twice:
         raise ValueError(f"served-model-name: two models are called {twice[0]!r}; name them apart")
     return models
+
+
+def check_goals(name: str, one_shot: bool, goals: SLO, drafter: str) -> None:
+    """Raises ValueError for what a fleet file asks of a model and models of its kind do not do."""
+    if goals.deadline is not None and not one_shot:
+        raise ValueError(f"slo.deadline: {name!r} generates: it has ttft and tbt; a deadline is for encoders")
+    if goals.tbt is not None and one_shot:
+        raise ValueError(f"slo.tbt, tbt-goal: {name!r} is an encoder, which gives no tokens: it has ttft and deadline")
+    if drafter != "none" and one_shot:
+        raise ValueError(f"speculation.drafter: {name!r} is an encoder, which drafts nothing: only none is valid")
 
 
 def paced(

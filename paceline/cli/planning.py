@@ -14,7 +14,7 @@ from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import profile_cache
 from paceline.cli.drafting import Drafting, costs
-from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile, check_kind
+from paceline.cli.fleet_file import ClusterKeys, Entry, FleetFile, check_cache
 from paceline.cli.goals import goal_budget
 from paceline.cli.profile_file import LiveEntry, ModelEntry, PlanningProfile, ShapeEntry
 from paceline.cli.sizes import parse_bytes
@@ -143,7 +143,7 @@ def _model(
         return _drafting(found, entry, threads, live)
     path = resolve(entry.source)
     one_shot = is_encoder(path)
-    check_kind(entry.name, entry, one_shot)
+    check_cache(entry, one_shot)
     kept = _kept(path, entry.quantization, entry, threads)
     found = None if one_shot else profile_cache.load(kept)
     if found is None and not (one_shot and kept.exists()):
@@ -340,7 +340,7 @@ def _from_config(entry: Entry, path: Path, working: int) -> ModelTable:
     active = [config.layer_bytes(layer, kept, config.experts_per_token) for layer in layers]
     held = [config.layer_bytes(layer, kept) for layer in layers]
     seconds = [0.0, *map(float, active), float(head)]
-    weights = [0 if config.tied else head, *held, head]
+    weights = [config.table_bytes, *held, head]
     return from_layers(entry.name, seconds, weights, PIPELINES, working=working)
 
 

@@ -64,7 +64,7 @@ def cache_file(model: Path, quantization: str, device: Device) -> Path:
     """Where the profile of the checkpoint directory `model` is kept, whether or not there is one."""
     config = (model / "config.json").read_bytes()
     held = quantization if device.gpu else precision("cpu", device.dtype, quantization, model, device.kv_cache_dtype)
-    device = replace(device, kv_cache_dtype="auto")  # `held` says it
+    device = replace(device, dtype="auto", kv_cache_dtype="auto")  # `held` says it
     key = hashlib.sha256(config + msgspec.json.encode([MEASURED, held, device])).hexdigest()[:20]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "paceline" / "profiles" / f"{key}.json"

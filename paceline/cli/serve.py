@@ -5,6 +5,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -135,6 +136,12 @@ def serve(
         check(device, devices or len(models))
     if device != "cpu" and devices and not places:
         raise ValueError("device: plans are made for CPUs; a fleet on GPUs needs --placement")
+    other = [one.name for one in models if device == "cpu" and one.precision != replace(one, dtype="auto").precision]
+    if devices and other:
+        raise ValueError(
+            f"dtype: plans are made for auto, and {other[0]!r} would be held in other numbers; where models share "
+            "devices only auto is valid for it"
+        )
     if device != "cpu" and replan:
         raise ValueError("replan: is for CPUs; a GPU has no room for a group beside the one that it replaces")
     if profile and not (file and devices):
@@ -166,8 +173,6 @@ def serve(
     }  # fmt: skip
     given = [str(word) for option in sizes.items() if option[1] is not None for word in option]
     planning = devices is not None and places is None
-    if planning and dtype != "auto":
-        raise ValueError("dtype: plans are made for auto; weights of another type need --placement")
     measures = planning and profile is None
     fixed, share = token_budget is not None, partial(quickest_share, places) if devices else lambda name: 1.0
     measured = PlanningProfile.load(profile) if profile else None

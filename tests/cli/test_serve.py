@@ -15,6 +15,7 @@ from paceline.cli.profile_file import PlanningProfile
 from paceline.cli.sources import BUILTIN
 from paceline.core.record import load
 from paceline.engine.host import MARGIN
+from paceline.processor import KEEPS_BF16
 from tests.cli.command import paceline
 from tests.cli.test_profile import PROFILE
 from tests.system.server import Server
@@ -150,15 +151,15 @@ def test_bad_arguments_are_one_line_and_exit_2(arguments, words, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--kv-cache-dtype", "float16"], "kv-cache-dtype, tbt-goal: with a fleet file they are keys of its models"),
-        (["--dtype", "float32"], "dtype: plans are made for auto"),
-    ],
+    "more", [["cluster: {devices: 1}\n"], ["", "--placement", "placement.json"]], ids=["planned", "placed"]
 )
-def test_where_models_share_devices_weights_and_keys_are_as_plans_take_them(tmp_path, more, words):
-    (tmp_path / "fleet.yaml").write_text(FLEET + "cluster: {devices: 1}\n")
-    done = paceline("serve", str(tmp_path / "fleet.yaml"), *more)
+def test_where_models_share_devices_weights_are_as_plans_take_them(tmp_path, more):
+    cluster, *options = more
+    (tmp_path / "fleet.yaml").write_text(FLEET + cluster)
+    groups = [{"devices": [0], "parallel": {}, "models": ["a", "b"]}]
+    (tmp_path / "placement.json").write_text(json.dumps({"groups": groups}))
+    done = paceline("serve", "fleet.yaml", *options, "--dtype", "float32", "--record", "/no/where", cwd=tmp_path)
+    words = "dtype: plans are made for auto, and 'a' would be held" if KEEPS_BF16 else "record: /no is not a directory"
     assert done.returncode == 2 and words in done.stderr
 
 
