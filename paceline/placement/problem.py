@@ -127,6 +127,7 @@ class Problem:
         if self.timing.single:
             self.latency = self.latency.astype(np.float32).astype(np.float64)
             self.goal = self.goal.astype(np.float32).astype(np.float64)
+        self.models = np.asarray(self.models, np.int32)  # one type: compiled once
         self.requests = np.bincount(self.models, minlength=len(self.tables)).astype(np.int64)
         self.kind_of = np.array(self.kinds or [0] * len(self.tables))
         self._everybody = np.ones(len(self.tables), np.bool_)

@@ -256,8 +256,12 @@ def choose(  # type: ignore[no-untyped-def]
                 _lie_down(rest, numbers, running, spare / max(cost, 1e-9 * plain_s) - 2)
             return 0.0, cost * max(1, rest[0]), 0.0  # else who is asked for nothing would be asked in every step
         cost, rate = 0.0, best[RATE]
-        second = found[np.where(found[:, RATE] < rate, found[:, RATE], 0.0).argmax()]
-        if second[RATE] > 0 and _lost(second, rate) <= for_widths:
+        at = -1
+        for i in range(SIZES):
+            if 0 < found[i, RATE] < rate and (at < 0 or found[i, RATE] > found[at, RATE]):
+                at = i
+        second = found[at]
+        if at >= 0 and _lost(second, rate) <= for_widths:
             best, cost = second, _lost(second, rate)
         _take(best, survival, running, chosen)
         return best[DRAFTING], 0.0, cost

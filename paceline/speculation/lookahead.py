@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
-from paceline.compiled import BOOL, CORE, F64, FLOATS, FLOATS_2D, I64, INTS, VOID, watched
+from paceline.compiled import BOOL, CORE, F64, FLOATS, FLOATS_2D, I64, INTS, VOID, part, watched
 from paceline.core.batch import follows
 from paceline.core.request import MAX_DRAFT_TOKENS, NUM_KINDS
 from paceline.speculation.choice import COUNTS, THRESHOLDS, TRIES, choose_at_pace
@@ -166,6 +166,14 @@ class Lookahead:
 _follows = njit(BOOL(I64), cache=True)(follows)
 
 
+@part
+def _fade(counts, begin, end, keeps):  # type: ignore[no-untyped-def]
+    """Such a share stays of what was accepted and tried at these places. A loop: arrays take seconds to compile."""
+    for j in range(begin, end):
+        counts[0, j] *= keeps
+        counts[1, j] *= keeps
+
+
 @watched(BOOL(INTS, INTS, I64), *CORE)
 @njit(cache=True)
 def rests(rest, running, pending):  # type: ignore[no-untyped-def]
@@ -181,8 +189,9 @@ def rests(rest, running, pending):  # type: ignore[no-untyped-def]
 def wake(steps, seconds, rest, counts, unread, idle, spare, mean, covariance):  # type: ignore[no-untyped-def]
     """Learns of so many steps at rest, which took so long: each yielded a token for each of the sequences."""
     idle[0] += steps
+    keeps = IDLE_KEEPS**steps
     for i in range(rest[1]):
-        counts[rest[2 + i]] *= IDLE_KEEPS**steps
+        _fade(counts[rest[2 + i]], 0, MAX_DRAFT_TOKENS + 1, keeps)
         unread[rest[2 + i]] += steps
     for i in range(2):
         spare[i] = max(spare[i], min(spare[i] + TRIES[i] * seconds, SAVES[i] * seconds / steps))
@@ -228,14 +237,14 @@ def observe(slots, known, asked, drafted, emitted, counts, group, kinds, unread,
         if slot < 0:
             continue
         own, kind = counts[slot], group[kinds[slot]]
-        own *= KEEPS if asked[i] > 0 else IDLE_KEEPS
+        _fade(own, 0, MAX_DRAFT_TOKENS + 1, KEEPS if asked[i] > 0 else IDLE_KEEPS)
         if asked[i] > 0:
-            kind[:, MAX_DRAFT_TOKENS] *= GROUP_KEEPS
+            _fade(kind, MAX_DRAFT_TOKENS, MAX_DRAFT_TOKENS + 1, GROUP_KEEPS)
             for some in (own, kind):
                 some[0, MAX_DRAFT_TOKENS] += drafted[i] > 0
                 some[1, MAX_DRAFT_TOKENS] += 1
         if drafted[i] > 0:
-            kind[:, :MAX_DRAFT_TOKENS] *= GROUP_KEEPS
+            _fade(kind, 0, MAX_DRAFT_TOKENS, GROUP_KEEPS)
             unread[slot] = 1 + (emitted[i] > drafted[i])  # where all stayed it has not seen the last of them either
         elif known[i] == 1:
             unread[slot] += emitted[i]
