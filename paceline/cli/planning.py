@@ -223,7 +223,7 @@ def _beside(model: SimulatedModel, drafting: Drafting, path: Path, entry: Entry)
     for parallel, shape in model.table.shapes.items():
         if config := draft_config(drafting.drafter, path, drafting.early_exit_layers, parallel.devices):
             held = precision("cpu", "auto", quantization, drafting.model or path, entry.kv_cache_dtype)
-            shapes[parallel] = _more_in_front(shape, config.weight_bytes(held.weights))
+            shapes[parallel] = _more_in_front(shape, config.weight_bytes(held.weights) + config.table_bytes)
             kv_bytes[parallel] = config.kv_bytes_per_token(held.kv)
     shares = {parallel: model.share(parallel) for parallel in shapes} if kv_bytes else model.shares
     return replace(model, table=replace(model.table, shapes=shapes), shares=shares, draft_kv_bytes=kv_bytes)

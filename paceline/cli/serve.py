@@ -136,12 +136,12 @@ def serve(
         check(device, devices or len(models))
     if device != "cpu" and devices and not places:
         raise ValueError("device: plans are made for CPUs; a fleet on GPUs needs --placement")
-    other = [one.name for one in models if device == "cpu" and one.precision != replace(one, dtype="auto").precision]
-    if devices and other:
-        raise ValueError(
-            f"dtype: plans are made for auto, and {other[0]!r} would be held in other numbers; where models share "
-            "devices only auto is valid for it"
-        )
+    for one in models if devices and device == "cpu" else ():
+        if one.precision != replace(one, dtype="auto").precision:
+            raise ValueError(
+                f"dtype: plans are made for auto, and {one.name!r} would be held in other numbers; where models share "
+                "devices only auto is valid for it"
+            )
     if device != "cpu" and replan:
         raise ValueError("replan: is for CPUs; a GPU has no room for a group beside the one that it replaces")
     if profile and not (file and devices):

@@ -18,6 +18,8 @@ from paceline.cli.placement_file import load_placement
 from paceline.cli.planning import _from_config, planned, traffic
 from paceline.core.cluster import Parallel
 from paceline.engine.config import KEPT_BFLOAT16, ModelConfig
+from paceline.engine.load import weight_bytes
+from paceline.engine.parallel import Place
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
@@ -378,7 +380,7 @@ def test_a_simulated_draft_model_takes_its_time_and_memory(
     assert model.drafts == SimulatedDrafts(3, 0.8, Costs((0.0, 0.001), 2e-5, 3e-9))
     stages = {str(p): shape.stage_weight_bytes for p, shape in model.table.shapes.items() if p.devices <= 2}
     config = ModelConfig.load(folder / "draft")
-    weight = config.weight_bytes(quantization)
+    weight = config.weight_bytes(quantization) + config.table_bytes
     assert stages == {"(1,1)": (GIB + weight,), "(2,1)": (GIB // 2 + weight, GIB // 2)}
     assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token(held)}
     assert model.share(Parallel(2)) == 0.5
@@ -401,7 +403,15 @@ def test_memory_of_drafters_is_planned_whether_or_not_they_are_simulated(folder)
         return more, {str(p): size for p, size in found.draft_kv_bytes.items() if p.devices <= 2}
 
     config = ModelConfig.load(folder / "llm")
-    whole, part = config.weight_bytes("int8"), config.first(1).weight_bytes("none")
+    target = folder / "llm"
+
+    def held(parallel: Parallel, **drafts: str) -> int:
+        """As the engine counts it."""
+        return weight_bytes(target, Place(parallel), **drafts) - weight_bytes(target, Place(parallel))
+
+    whole = held(Parallel(), drafter=str(target), draft_quantization="int8")
+    part = held(Parallel(2), drafter="early_exit", early_exit_layers=1)
+    assert whole == config.weight_bytes("int8") + config.table_bytes > config.weight_bytes("int8")
     assert memory("ngram") == ({"(1,1)": 0, "(2,1)": 0}, {})
     assert memory("early_exit") == ({"(1,1)": 0, "(2,1)": part}, {"(2,1)": config.first(1).kv_bytes_per_token()})
     kv_bytes = config.kv_bytes_per_token("float16")

@@ -153,6 +153,7 @@ def test_bubbles_are_those_of_the_order_in_which_requests_ran():
     problem = Problem(
         Cluster(2, 8 * GB), [long.table, short.table], [5.0, 1.0], trace.arrivals, trace.models, "deadline"
     )
+    assert problem.models.dtype == np.int32, "one type, for which the replay is compiled"
     result = run([long, short], placement, trace, problem)
     assert result.outcomes.finishes.tolist() == pytest.approx([1.0, 1.55, 1.05])
     rows = result.devices(placement)
