@@ -184,22 +184,21 @@ def in_one(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class Weights:
-    """Panels of [in, 32] float32, `kernels.padded(in)` lines apart, of [in / 2, 32, 2] bfloat16, or of [in / n, 32, n]
-    int8 with a scale [2, panels * 32] each, of rows in a file; n is `kernels.TOGETHER`.
+    """Panels of [in, 32] float32, of [in / 2, 32, 2] bfloat16, both of `kernels.padded(in)` numbers a column, or of
+    [in / n, 32, n] int8 with a scale [2, panels * 32] each, of rows in a file; n is `kernels.TOGETHER`.
 
     Layers that would hold the same hold one, whichever models they are of; it goes with the last of them.
     """
 
     def __init__(self, panels: int, inner: int, held: torch.dtype):
         self.inner, self.held, self.scale = inner, held, None
-        if held != torch.float32:
-            together = 2 if held == torch.bfloat16 else kernels.TOGETHER
-            self.packed = pages.zeros((panels, inner // together, kernels.COLUMNS, together), held)
-        else:
-            lines = kernels.padded(inner)
-            # a tile may read one step more, to be ready for the next panel
-            memory = pages.zeros((panels * lines + kernels.DEEP, kernels.COLUMNS))
-            self.packed = memory[: panels * lines].unflatten(0, (panels, lines))[:, :inner]
+        together = {torch.float32: 1, torch.bfloat16: 2}.get(held, kernels.TOGETHER)
+        lines = (inner if held == torch.int8 else kernels.padded(inner)) // together
+        # a tile may read one step more, to be ready for the next panel
+        memory = pages.zeros((panels * lines + kernels.DEEP, kernels.COLUMNS, together), held)
+        self.packed = memory[: panels * lines].unflatten(0, (panels, lines))[:, : inner // together]
+        if held == torch.float32:
+            self.packed = self.packed.squeeze(-1)
         if held == torch.int8:
             self.scale = torch.empty(2, panels * kernels.COLUMNS)
 
@@ -220,12 +219,12 @@ class Weights:
         return not differs.item()
 
     def _pass(self, rows: Tensor, dtype: torch.dtype, differs: int) -> None:
-        inner = self.inner
+        inner, pitch = self.inner, self.packed.stride(0) * self.packed.element_size()
         if self.held == torch.bfloat16:  # two neighbours of a row lie side by side, as if they were one float32
             dtype, inner = torch.float32, inner // 2
         kernels.pack(
-            len(rows), rows.data_ptr(), kernels.ELEMENTS[dtype], inner, self.held == torch.int8, *self.addresses,
-            differs, kernels.num_threads(),
+            len(rows), pitch, rows.data_ptr(), kernels.ELEMENTS[dtype], inner, self.held == torch.int8,
+            *self.addresses, differs, kernels.num_threads(),
         )  # fmt: skip
 
 

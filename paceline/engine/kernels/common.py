@@ -34,8 +34,10 @@ MATRIX_ROWS, MATRIX_STEPS = 32, 16  # of a tile in matrix registers: at most, an
 # parts of a number; bytes of a step of 16 rows of activations and of a panel's weights
 DEEP, TILE, PARTS = 32, 1024, 3
 GROUP_STEP, PANEL_STEP = PARTS * TILE, 2 * PARTS * TILE
+KEPT_STEP = 2 * TILE  # of a panel of bfloat16
 SPLIT_DEPTH, SPLIT_PANELS = 1024, 16  # weights of a panel whose parts are left, at most, and panels with sums meanwhile
-SPLIT_AHEAD, SPLIT_FETCHES = 12288, 16  # bytes from weights in use to those fetched; lines a step if others made parts
+# bytes from weights in use to those fetched; lines a step if others made parts, and of bfloat16
+SPLIT_AHEAD, SPLIT_FETCHES, KEPT_FETCHES = 12288, 16, 32
 LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since the first cache keeps few of rows that
 # lie powers of 2 apart
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads

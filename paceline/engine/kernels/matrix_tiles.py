@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 from numba import types
@@ -14,6 +14,8 @@ from paceline.engine.kernels.common import (
     DEEP,
     GROUP_STEP,
     I64,
+    KEPT_FETCHES,
+    KEPT_STEP,
     LINE,
     LONG,
     MATRIX_ROWS,
@@ -90,6 +92,7 @@ byte_matrix_tile, bf16_matrix_tile = _matrix_tile_of(True), _matrix_tile_of(Fals
 # Parts of activations and of weights whose products are added up, in an order that loads few of them twice. The other
 # three are at most 2^-21 of a product, of either sign: less than what sums of float32 lose.
 PRODUCTS = (2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)
+KEPT_PRODUCTS = [one for one in PRODUCTS if one[1] == 0]  # of weights that are bfloat16, whose other parts are 0
 KEEP_UPPER = "movl $$0xFFFF0000, %r14d", "vpbroadcastd %r14d, %zmm31"  # of 16 numbers the half that is a bfloat16
 
 
@@ -120,8 +123,13 @@ def _split_weights(w: str, b: str, ahead: int | None) -> list[str]:
     return lines
 
 
-def _split_products(groups: Sequence[str], b: str, line: str) -> list[str]:
-    """Loads and products of a step of one or two groups of 16 rows; their sums are in the first registers."""
+def _split_products(
+    groups: Sequence[str], line: str, place: Callable[[int, int], str], products: Sequence[tuple[int, int]] = PRODUCTS
+) -> list[str]:
+    """Loads and products of a step of one or two groups of 16 rows; their sums are in the first registers.
+
+    place(part, half): of a part of 16 columns' weights.
+    """
     held: dict[str, str] = {}
     lines = []
 
@@ -130,7 +138,7 @@ def _split_products(groups: Sequence[str], b: str, line: str) -> list[str]:
             held[register] = place
             lines.append(f"tileloadd {place}, {register}")
 
-    for part, other in PRODUCTS:
+    for part, other in products:
         if len(groups) > 1:
             activations, weights = ("%tmm4", "%tmm5"), ("%tmm6", "%tmm7")
         else:  # there is room for parts that are needed again
@@ -138,7 +146,7 @@ def _split_products(groups: Sequence[str], b: str, line: str) -> list[str]:
         for group, register in zip(groups, activations, strict=True):
             load(f"{TILE * part}({group},{line})", register)
         for half, register in enumerate(weights):
-            load(f"{TILE * (2 * other + half)}({b},{line})", register)
+            load(place(other, half), register)
         for i, one in enumerate(activations):
             lines += [f"tdpbf16ps {weight}, {one}, %tmm{2 * i + half}" for half, weight in enumerate(weights)]
     return lines
@@ -151,11 +159,12 @@ def _woven(lines: list[str], others: list[str]) -> list[str]:
     return [line for other, part in zip(others, parts, strict=True) for line in (other, *part)]
 
 
-def _split_assembly(high: bool, streams: bool) -> str:
+def _split_assembly(high: bool, streams: bool = False, kept: bool = False) -> str:
     """A tile of float32 in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
 
     A float32 is the sum of three bfloat16 of 8 bits each. Of activations they are made before, rounded; of weights,
-    cut, here, if this tile `streams` them: while a step's products are made, the parts of the next one.
+    cut, here, if this tile `streams` them: while a step's products are made, the parts of the next one. Those that are
+    `kept` as bfloat16 are one part.
     """
     a, group, w, steps, c, b, slot, ring, fresh = REGISTERS
     lower_a, lower_c, here, after, line = *SCRATCH, "%rbx"
@@ -166,31 +175,39 @@ def _split_assembly(high: bool, streams: bool) -> str:
     lines += [f"testq {fresh}, {fresh}", "jnz 2f", *(f"tileloadd {place}, {register}" for place, register in sums)]
     lines += ["jmp 1f", "2:", *(f"tilezero {register}" for _, register in sums), "1:"]
     on = [f"addq $${GROUP_STEP}, {some}" for some in groups]
+
+    def place(part: int, half: int) -> str:
+        if kept:
+            return f"{LINE * half}({b},{line},2)"
+        return f"{TILE * (2 * part + half)}({here if streams else b},{line})"
+
     if streams:  # to the other one of two slots (ring: -1), or to the next one (1)
         lines += [*KEEP_UPPER, "3:", f"leaq ({b},{slot}), {here}"]
         lines += [f"imulq {ring}, {slot}", f"addq $${PANEL_STEP}, {slot}", f"leaq ({b},{slot}), {after}"]
         lines.append(f"addq $${DEEP * 4 * COLUMNS}, {w}")
-        lines += _woven(_split_weights(w, after, SPLIT_AHEAD), _split_products(groups, here, line))
+        lines += _woven(_split_weights(w, after, SPLIT_AHEAD), _split_products(groups, line, place))
     else:  # w: what is fetched, every `slot` bytes
-        fetches = [f"{FETCH} ({w})", f"addq {slot}, {w}"] * SPLIT_FETCHES
-        lines += ["3:", *_woven(fetches, _split_products(groups, b, line)), f"addq $${PANEL_STEP}, {b}"]
+        fetches = [f"{FETCH} ({w})", f"addq {slot}, {w}"] * (KEPT_FETCHES if kept else SPLIT_FETCHES)
+        products = _split_products(groups, line, place, KEPT_PRODUCTS if kept else PRODUCTS)
+        lines += ["3:", *_woven(fetches, products), f"addq $${KEPT_STEP if kept else PANEL_STEP}, {b}"]
     lines += [*on, f"subq $${DEEP}, {steps}", "jg 3b"]
     return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
 
 
-def _split_tile_of(streams: bool):
+def _split_tile_of(**form: bool):
     """tile(rows, a, group, w, steps, c, b, slot, ring, fresh): c[rows, 32] += a[rows, steps] w[steps, 32] of float32.
 
     a: the parts of each 16 rows, `group` bytes from one to the next: [steps / DEEP, PARTS, 16, DEEP] bfloat16; b: those
-    of weights, [steps / DEEP, PARTS, 2, 16, 32], or two steps of them in turn. If `fresh` c is written and not added
-    to. A tile that `streams` finds those of its first step at `slot` of b and leaves those of the step behind its last.
+    of weights, [steps / DEEP, PARTS, 2, 16, 32], or two steps of them in turn, or weights that are `kept`, [steps / 2,
+    32, 2]. If `fresh` c is written and not added to. A tile that `streams` finds those of its first step at `slot` of b
+    and leaves those of the step behind its last.
     """
     lost = [*SCRATCH, "%rbx", *(f"%zmm{i}" for i in range(32))]
 
     @intrinsic
     def tile(context, rows, a, group, w, steps, c, b, slot, ring, fresh):
         def generate(context, builder, signature, arguments):
-            _by_height(builder, arguments, functools.partial(_split_assembly, streams=streams), REGISTERS, lost)
+            _by_height(builder, arguments, functools.partial(_split_assembly, **form), REGISTERS, lost)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), generate
@@ -198,40 +215,56 @@ def _split_tile_of(streams: bool):
     return tile
 
 
-split_stream_tile, split_tile = _split_tile_of(True), _split_tile_of(False)
+split_stream_tile, split_tile, kept_tile = _split_tile_of(streams=True), _split_tile_of(), _split_tile_of(kept=True)
 
 
-def _one_row_assembly() -> str:
+def _one_row_assembly(kept: bool) -> str:
     """The same products of one row in vectors, since matrix registers slow a core down, and rounded as there.
 
     Those sum the products of even numbers of a step and those of odd ones, add both and then that to what was there.
     """
     a, w, steps, c = REGISTERS[:4]
     whole, (upper, middle, rest), totals = "%zmm31", (parts := ("%zmm28", "%zmm29", "%zmm30")), ("%zmm26", "%zmm27")
-    sums = [[f"%zmm{12 * half + i}" for i in range(2 * len(PRODUCTS))] for half in (0, 1)]  # each product's two
+    products = KEPT_PRODUCTS if kept else PRODUCTS
+    sums = [[f"%zmm{12 * half + i}" for i in range(2 * len(products))] for half in (0, 1)]  # each product's two
     lines = [*KEEP_UPPER, *(f"vpxord {total}, {total}, {total}" for total in totals), "1:"]
     lines += [f"vpxord {one}, {one}, {one}" for some in sums for one in some]
     for number, half in itertools.product(range(DEEP), (0, 1)):
-        here = COLUMNS * 4 * number + LINE * half
-        lines += [f"vmovups {here}({w}), {rest}", f"{FETCH} {here + SPLIT_AHEAD}({w})"]
-        lines += [f"vpandd {whole}, {rest}, {upper}", f"vsubps {upper}, {rest}, {rest}"]
-        lines += [f"vpandd {whole}, {rest}, {middle}", f"vsubps {middle}, {rest}, {rest}"]
-        for (part, other), one in zip(PRODUCTS, sums[half][number % 2 :: 2], strict=True):
+        if kept:  # neighbours share a line
+            here = COLUMNS * 4 * (number // 2) + LINE * half
+            if number % 2:
+                lines.append(f"vpandd {here}({w}), {whole}, {upper}")
+            else:
+                lines += [f"{FETCH} {here + SPLIT_AHEAD}({w})", f"vpslld $$16, {here}({w}), {upper}"]
+        else:
+            here = COLUMNS * 4 * number + LINE * half
+            lines += [f"vmovups {here}({w}), {rest}", f"{FETCH} {here + SPLIT_AHEAD}({w})"]
+            lines += [f"vpandd {whole}, {rest}, {upper}", f"vsubps {upper}, {rest}, {rest}"]
+            lines += [f"vpandd {whole}, {rest}, {middle}", f"vsubps {middle}, {rest}, {rest}"]
+        for (part, other), one in zip(products, sums[half][number % 2 :: 2], strict=True):
             lines.append(f"vfmadd231ps {4 * (DEEP * part + number)}({a}){{1to16}}, {parts[other]}, {one}")
     for total, some in zip(totals, sums, strict=True):
         for even, odd in zip(some[::2], some[1::2], strict=True):
             lines += [f"vaddps {odd}, {even}, {even}", f"vaddps {even}, {total}, {total}"]
-    lines += [f"addq $${4 * PARTS * DEEP}, {a}", f"addq $${DEEP * COLUMNS * 4}, {w}"]
+    lines += [f"addq $${4 * PARTS * DEEP}, {a}", f"addq $${KEPT_STEP if kept else 2 * KEPT_STEP}, {w}"]
     lines += [f"subq $${DEEP}, {steps}", "jg 1b"]
     return "\n".join([*lines, *(f"vmovups {total}, {LINE * half}({c})" for half, total in enumerate(totals))])
 
 
-@by_hand(*[I64] * 4)
-def one_row(builder, a, w, steps, c):
-    """As a tile that streams, of one row a [steps / DEEP, PARTS, DEEP] float32, to c, which is written."""
-    if HAS_AMX:
-        lost = ["%r14", *(f"%zmm{i}" for i in range(32))]
-        builder.call(assembled(_one_row_assembly(), REGISTERS[:4], lost), [a, w, steps, c])
+def _one_row_of(kept: bool):
+    """As a tile that streams, or of weights that are `kept`, of one row a [steps / DEEP, PARTS, DEEP] float32, to c,
+    which is written."""
+
+    @by_hand(*[I64] * 4)
+    def one_row(builder, a, w, steps, c):
+        if HAS_AMX:
+            lost = ["%r14", *(f"%zmm{i}" for i in range(32))]
+            builder.call(assembled(_one_row_assembly(kept), REGISTERS[:4], lost), [a, w, steps, c])
+
+    return one_row
+
+
+one_row, one_kept_row = _one_row_of(False), _one_row_of(True)
 
 
 @by_hand(I64, I64)

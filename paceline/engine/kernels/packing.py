@@ -13,7 +13,6 @@ from paceline.engine.addresses import longs as _longs
 from paceline.engine.kernels import vectors as v
 from paceline.engine.kernels.common import BYTE, COLUMNS, I64, LONG, by_hand, kernel
 from paceline.engine.kernels.memory import copy
-from paceline.engine.kernels.products import padded
 from paceline.engine.kernels.vectors import SHORTS, VECTOR, WHOLE
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # what rows may be of
@@ -126,11 +125,11 @@ def _put(made, place, nbytes, differs):
 
 
 @linked
-@kernel(types.void(*[I64] * 11), fastmath=False)
-def _some_panels(begin, end, panels, rows, element, inner, integer, target, scales, differs, own):
+@kernel(types.void(*[I64] * 12), fastmath=False)
+def _some_panels(begin, end, panels, pitch, rows, element, inner, integer, target, scales, differs, own):
     """A thread's share of `pack`; `own` is its work space."""
     each = 4 if integer else 1  # numbers of a row in a line
-    lines, pitch = inner // each, inner // each if integer else padded(inner)
+    lines = inner // each
     for panel in range(begin, end):
         if differs != 0 and carray(_longs(differs), (1,))[0] != 0:
             return
@@ -143,7 +142,7 @@ def _some_panels(begin, end, panels, rows, element, inner, integer, target, scal
             carray(_ints(own + TOTALS), (COLUMNS,))[:] = 0
         for line in range(0, lines, LINES):
             count = min(LINES, lines - line)
-            place = target + (panel * pitch + line) * COLUMNS * 4
+            place = target + panel * pitch + line * COLUMNS * 4
             made = place if count == LINES and differs == 0 else own
             for half in (0, 64):
                 _lines(
@@ -160,9 +159,10 @@ def _some_panels(begin, end, panels, rows, element, inner, integer, target, scal
             _put(own + TOTALS, scales + (panels + panel) * COLUMNS * 4, COLUMNS * 4, differs)
 
 
-@kernel(types.void(*[I64] * 9), fastmath=False, parallel=True)
-def pack(panels, rows, element, inner, integer, target, scales, differs, threads):
-    """Rows of `inner` numbers at the addresses `rows` [panels, 32] to [panels, inner, 32] at `target`.
+@kernel(types.void(*[I64] * 10), fastmath=False, parallel=True)
+def pack(panels, pitch, rows, element, inner, integer, target, scales, differs, threads):
+    """Rows of `inner` numbers at the addresses `rows` [panels, 32] to [panels, inner, 32] at `target`, where panels are
+    `pitch` bytes apart.
 
     `element` is one of ELEMENTS. For `integer` to panels of int8 as `linear` takes them, each row by its own scale, and
     at `scales` [2, panels, 32] the scales and 128 times the sums of the rows. With `differs` nothing is written there:
@@ -171,4 +171,4 @@ def pack(panels, rows, element, inner, integer, target, scales, differs, threads
     for t in prange(threads):
         own = np.empty(PACKING, np.uint8)
         begin, end = panels * t // threads, panels * (t + 1) // threads  # neighbours: threads share few large pages
-        _some_panels(begin, end, panels, rows, element, inner, integer, target, scales, differs, own.ctypes.data)
+        _some_panels(begin, end, panels, pitch, rows, element, inner, integer, target, scales, differs, own.ctypes.data)

@@ -18,11 +18,13 @@ from paceline.engine.kernels.common import (
     GROUP_STEP,
     I64,
     KEPT_BF16,
+    KEPT_FETCHES,
     LARGEST_BLOCK,
     LINE,
     LONG,
     MATRIX_ROWS,
     PANEL_STEP,
+    SPLIT_AHEAD,
     SPLIT_DEPTH,
     SPLIT_FETCHES,
     SPLIT_PANELS,
@@ -33,7 +35,15 @@ from paceline.engine.kernels.common import (
     kernel,
 )
 from paceline.engine.kernels.inputs import norm_row, quantize_row, split_row, widen_row
-from paceline.engine.kernels.matrix_tiles import one_row, set_shape, split_first, split_stream_tile, split_tile
+from paceline.engine.kernels.matrix_tiles import (
+    kept_tile,
+    one_kept_row,
+    one_row,
+    set_shape,
+    split_first,
+    split_stream_tile,
+    split_tile,
+)
 from paceline.engine.kernels.passes import (
     block_of,
     byte_matrix_rows,
@@ -194,42 +204,48 @@ def _panels(
 
 @kernel(I64(I64), inline="always")
 def padded(inner):
-    """Numbers of a column of a panel of float32: behind the last one zeros fill up a step of matrix registers."""
+    """Numbers of a column of a panel of floats: behind the last one zeros fill up a step of matrix registers."""
     return (inner + DEEP - 1) // DEEP * DEEP if HAS_AMX else inner
 
 
 @linked
-@kernel(types.void(*[I64] * 13))
-def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_stride, own):
-    """As `_panels`, of float32 in matrix registers; a: the parts of each 16 rows, as `split_row` leaves them.
+@kernel(types.void(*[I64] * 11, types.boolean, I64, I64))
+def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, kept, c_stride, own):
+    """As `_panels`, of floats in matrix registers; a: the parts of each 16 rows, as `split_row` leaves them.
 
     Up to MATRIX_ROWS rows pass a thread's panels in one stream, so that parts of weights are made while others are
     used; so do some more, each MATRIX_ROWS for themselves. One row, of which a has the parts as `widen_row` leaves
     them, is for vectors. Of many rows the first ones leave the parts of SPLIT_DEPTH of a panel's weights to the others.
     Where a panel has more of them, sums of some panels are kept meanwhile, since all parts of long rows would not stay
-    in the second cache.
+    in the second cache. Weights that are `kept` as bfloat16 are their own only part, for all rows.
     """
-    columns, size = 16 if kind == GATE else COLUMNS, COLUMNS * 4
+    columns, size, line = 16 if kind == GATE else COLUMNS, COLUMNS * 4, COLUMNS * (2 if kept else 4)
     panels, passes = (outer + columns - 1) // columns, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
     begin, end = panels * t // threads, panels * (t + 1) // threads
-    deep, parts, stream = padded(inner), own + SUMS_SPACE, passes <= SPLIT_STREAMS
+    deep, parts, stream = padded(inner), own + SUMS_SPACE, passes <= SPLIT_STREAMS and not kept
     pieces = 1 if passes == 1 else (deep + SPLIT_DEPTH - 1) // SPLIT_DEPTH
     depth = ((deep + pieces - 1) // pieces + DEEP - 1) // DEEP * DEEP
-    together, gap = SPLIT_PANELS if pieces > 1 else 1, max(DEEP * size // SPLIT_FETCHES // max(passes - 1, 1), 1)
+    together, fetches = SPLIT_PANELS if pieces > 1 else 1, KEPT_FETCHES if kept else SPLIT_FETCHES
+    gap = max(DEEP * line // fetches // max(passes if kept else passes - 1, 1), 1)
     shape, slot = 0, 0
     for low in range(begin, end, together):
         for first in range(0, deep, depth):
             steps, fresh, last = min(depth, deep - first), first == 0, first + depth >= deep
             for p in range(low, min(low + together, end)):
-                at, width = w + (p * deep + first) * size, min(columns, outer - p * columns)
-                fetched = at + deep * size
+                at, width = w + (p * deep + first) * line, min(columns, outer - p * columns)
+                fetched = at + (SPLIT_AHEAD if passes == 1 else deep * line)
                 for row in range(0, rows, MATRIX_ROWS):
                     height, here = min(rows - row, MATRIX_ROWS), a + row // 16 * group + first // DEEP * GROUP_STEP
                     place = own + ((p - low) * LARGEST_BLOCK + row) * size
                     if rows > 1:
                         shape = shaped(height, shape)
-                    if rows == 1:
+                    if rows == 1 and kept:
+                        one_kept_row(a, at, steps, place)
+                    elif rows == 1:
                         one_row(a, at, steps, place)
+                    elif kept:
+                        kept_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
+                        fetched += gap * fetches * (steps // DEEP)
                     elif stream or row == 0:
                         if passes > 1 or p == begin:
                             split_first(at, parts)
@@ -237,7 +253,7 @@ def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_
                         split_stream_tile(height, here, group, at, steps, place, parts, slot, ring, fresh)
                     else:
                         split_tile(height, here, group, fetched, steps, place, parts, gap, 0, fresh)
-                        fetched += gap * SPLIT_FETCHES * (steps // DEEP)
+                        fetched += gap * fetches * (steps // DEEP)
                     if last:
                         _finish(
                             place, height, width, kind, c + row * c_stride + p * columns * 4, c_stride, bias + p * size,
@@ -257,7 +273,7 @@ def some_linear(
 ):  # fmt: skip
     """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
     that has them to itself (0 of 1) waits for nobody."""
-    a, stride, scales, integer, split = x, x_stride, x, w_scale > KEPT_BF16, HAS_AMX and w_scale == 0
+    a, stride, scales, integer, split = x, x_stride, x, w_scale > KEPT_BF16, HAS_AMX and w_scale <= KEPT_BF16
     if norm != 0 or integer or split:
         few, plain, one = rows <= MATRIX_ROWS if split else rows < ALONE, not (integer or split), inner * 4 + LINE
         begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
@@ -283,7 +299,8 @@ def some_linear(
         if not few and threads > 1:
             turn = wait(gate, turn, threads)
     if split:
-        _split_panels(t, threads, a, stride, rows, inner, w, bias, outer, kind, c, c_stride, own)
+        kept = w_scale == KEPT_BF16
+        _split_panels(t, threads, a, stride, rows, inner, w, bias, outer, kind, c, kept, c_stride, own)
     else:
         _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
     return wait(gate, turn, threads) if threads > 1 else turn
