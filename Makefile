@@ -2,23 +2,28 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+# what is imported is compiled to bytecode then: a tenth of what is installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 CHAOS ?= 20
 # workers and test runs are many processes: each would parse all sources again where the environment forbids bytecode
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-all chaos test-cluster lint bench bench-exactness models install clean
+.PHONY: serve test test-all chaos test-cluster lint bench bench-exactness models install compiled-engine compiled-simulator clean
 
 serve: install
 	$(BIN)/paceline serve $(ARGS)
 
-test: $(VENV)/test-installed
-	{ $(BIN)/python -c "from paceline.cli.sources import BUILTIN; from paceline.engine.runner import ModelRunner; \
-	ModelRunner.load(BUILTIN / 'coder-draft', max_batch_tokens=64, max_batch=1, num_blocks=8)" \
-	&& $(BIN)/ruff check . && $(BIN)/mypy; } & engine=$$!; \
-	$(BIN)/python -c "import paceline.simulator.fleet"; simulator=$$?; wait $$engine && exit $$simulator
+test: install
+	$(MAKE) -j 3 lint compiled-engine compiled-simulator  # while pip installs what only tests need
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+compiled-engine: install
+	$(BIN)/python -c "from paceline.cli.sources import BUILTIN; from paceline.engine.runner import ModelRunner; \
+	ModelRunner.load(BUILTIN / 'coder-draft', max_batch_tokens=64, max_batch=1, num_blocks=8)"
+
+compiled-simulator: install
+	$(BIN)/python -c "import paceline.simulator.fleet"
 
 test-all: $(VENV)/test-installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
@@ -46,15 +51,15 @@ models: install
 install: $(VENV)/installed
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV)  # a pip of 2023 looks at an index for as long as it installs
 
 $(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/test-installed: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) --no-compile -e '.[test]'  # what is imported is compiled then: a tenth of it
-	touch $(VENV)/installed $@
+$(VENV)/test-installed: $(VENV)/installed
+	$(PIP) -e '.[test]'
+	touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

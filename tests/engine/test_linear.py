@@ -227,7 +227,10 @@ AVX2 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,
     ("name", "features"),
     [
         ("haswell", AVX2),
-        ("skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"),
+        # its vectors are those of this one, its products of int8 those of a haswell
+        pytest.param(
+            "skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_kernels_for_other_processors(name: str, features: str) -> None:
