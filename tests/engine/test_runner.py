@@ -244,7 +244,7 @@ import sys
 from paceline.core.request import SamplingParams
 from paceline.core.work import NewSequence, SliceWork
 from paceline.engine.runner import ModelRunner
-runner = ModelRunner.load(sys.argv[1], max_batch_tokens=256, max_batch=8, memory=700 << 20, threads=2)
+runner = ModelRunner.load(sys.argv[1], max_batch_tokens=256, max_batch=8, memory=800 << 20, threads=2)
 params = SamplingParams(temperature=0.0, prompt_logprobs=1)
 tokens = [(7 * i) % 8000 + 3 for i in range(700)]
 for start in range(0, 700, 256):
@@ -266,5 +266,5 @@ def test_peak_memory_is_within_a_tenth_of_the_plan(tmp_path: Path) -> None:
     measure = [sys.executable, "-c", MEASURE, tmp_path]
     done = subprocess.run(measure, check=True, capture_output=True, cwd=root, text=True)
     planned, peak = map(int, done.stdout.split())
-    assert planned <= 700 << 20
+    assert planned <= 800 << 20
     assert 0.9 < peak / planned < 1.1, f"planned {planned >> 20} MiB, peak {peak >> 20} MiB"
