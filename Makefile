@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# what is imported is compiled to bytecode then: a tenth of what is installed
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 CHAOS ?= 20
 # workers and test runs are many processes: each would parse all sources again where the environment forbids bytecode
@@ -14,6 +13,8 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: install
 	$(BIN)/paceline serve $(ARGS)
 
+# what is imported is compiled to bytecode then: a tenth of what is installed
+test: BYTECODE := --no-compile
 test: install
 	$(MAKE) -j 3 lint compiled-engine compiled-simulator  # while pip installs what only tests need
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
@@ -54,11 +55,11 @@ $(BIN)/python:
 	$(PYTHON) -m venv --upgrade-deps $(VENV)  # a pip of 2023 looks at an index for as long as it installs
 
 $(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) -e .
+	$(PIP) $(BYTECODE) -e .
 	touch $@
 
 $(VENV)/test-installed: $(VENV)/installed
-	$(PIP) -e '.[test]'
+	$(PIP) --no-compile -e '.[test]'
 	touch $@
 
 clean:
