@@ -19,7 +19,7 @@ from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import kernels
 from paceline.engine.profiler import operations
 from paceline.engine.runner import ModelRunner
-from paceline.processor import KEEPS_BF16
+from paceline.processor import HAS_TILES
 
 BATCHES, CONTEXT = (1, 2, 4, 5, 8, 16, 32), 64
 PROMPTS = (512, 2048)
@@ -87,7 +87,7 @@ class Steps:
 
 def run(model: str) -> dict:
     kinds = {"fp32": Steps(checkpoint(model), "none")}
-    if KEEPS_BF16:
+    if HAS_TILES:
         kinds["bf16"] = Steps(checkpoint(model, "bf16"), "none")
     kinds["int8"] = Steps(checkpoint(model), "int8")
     peaks = []

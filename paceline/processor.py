@@ -39,4 +39,3 @@ HAS_BF16 = HAS_AVX512 and {"+avx512bf16", "+avx512vbmi"} <= FEATURES
 # products of 16 rows and 16 columns of either in one instruction
 HAS_AMX = HAS_VNNI and HAS_BF16 and {"+amx-tile", "+amx-int8", "+amx-bf16"} <= FEATURES
 HAS_TILES = X86_64 and (HAS_AVX512 or HAS_AVX2)
-KEEPS_BF16 = HAS_TILES  # weights that are bfloat16 in a checkpoint stay it, and are multiplied as the floats they are

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from paceline.engine.config import DTYPES, KEPT_BFLOAT16, KV_DTYPES, QUANTIZATIONS, ModelError
 from paceline.engine.tensor_files import is_bfloat16
-from paceline.processor import KEEPS_BF16
+from paceline.processor import HAS_TILES
 
 
 class Precision(NamedTuple):
@@ -33,7 +33,7 @@ def precision(
     if device == "cpu":
         if dtype not in ("auto", "float32"):
             raise ModelError(f"dtype: CPUs compute in float32, not in {dtype}; valid are auto and float32")
-        keeps = KEEPS_BF16 and dtype == "auto" and quantization == "none"
+        keeps = HAS_TILES and dtype == "auto" and quantization == "none"
         weights = KEPT_BFLOAT16 if keeps and path is not None and is_bfloat16(path) else quantization
         kv = "float16" if quantization == "int8" else "float32"
         return Precision(weights, kv if kv_cache_dtype == "auto" else kv_cache_dtype)

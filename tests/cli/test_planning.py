@@ -24,7 +24,7 @@ from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
 from paceline.placement.search import plan as search
-from paceline.processor import KEEPS_BF16
+from paceline.processor import HAS_TILES
 from paceline.simulator.drafts import SimulatedDrafts
 from paceline.speculation.costs import Costs
 from tests.cli import command
@@ -453,7 +453,7 @@ def test_profile_sources_are_not_served(folder):
 def test_stages_hold_all_experts_and_compute_some(tmp_path, quantization, held, dtype):
     """A checkpoint in bfloat16 stays it, where a processor has instructions enough to read it."""
     checkpoints.save("qwen3-moe-every-other", tmp_path, dtype)
-    config, held = ModelConfig.load(tmp_path), held if KEEPS_BF16 else quantization
+    config, held = ModelConfig.load(tmp_path), held if HAS_TILES else quantization
     entry = fleet_file.Entry(name="a", source=str(tmp_path), quantization=quantization)
     shapes = _from_config(entry, tmp_path, 0).shapes
     rows = config.vocab_size

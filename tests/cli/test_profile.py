@@ -32,7 +32,7 @@ from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
 from paceline.latency.tiles import Cliff
-from paceline.processor import KEEPS_BF16
+from paceline.processor import HAS_TILES
 from tests.cli.command import paceline
 
 CODER = BUILTIN / "coder"
@@ -165,7 +165,7 @@ def test_the_cache_is_kept_apart_by_all_that_matters(tmp_path):
         )
     }
     assert profile_cache.cache_file(CODER, "none", profile_cache.Device.here(2, kv_cache_dtype="float32")) in files
-    assert len(files) == 7 + KEEPS_BF16
+    assert len(files) == 7 + HAS_TILES
     (tmp_path / "config.json").write_bytes((CODER / "config.json").read_bytes())
     weights = load_file(CODER / "model.safetensors")
     save_file({name: value.float() for name, value in weights.items()}, tmp_path / "model.safetensors")

@@ -15,7 +15,7 @@ from paceline.cli.profile_file import PlanningProfile
 from paceline.cli.sources import BUILTIN
 from paceline.core.record import load
 from paceline.engine.host import MARGIN
-from paceline.processor import KEEPS_BF16
+from paceline.processor import HAS_TILES
 from tests.cli.command import paceline
 from tests.cli.test_profile import PROFILE
 from tests.system.server import Server
@@ -159,7 +159,7 @@ def test_where_models_share_devices_weights_are_as_plans_take_them(tmp_path, mor
     groups = [{"devices": [0], "parallel": {}, "models": ["a", "b"]}]
     (tmp_path / "placement.json").write_text(json.dumps({"groups": groups}))
     done = paceline("serve", "fleet.yaml", *options, "--dtype", "float32", "--record", "/no/where", cwd=tmp_path)
-    words = "dtype: plans are made for auto, and 'a' would be held" if KEEPS_BF16 else "record: /no is not a directory"
+    words = "dtype: plans are made for auto, and 'a' would be held" if HAS_TILES else "record: /no is not a directory"
     assert done.returncode == 2 and words in done.stderr
 
 

@@ -20,7 +20,7 @@ from paceline.engine.linear import KINDS, Norm, best_kind, kernels, make_linear,
 TILES = kernels is not None and kernels.HAS_TILES
 OTHERS = "int8", "bf16", "float"  # the last on GPUs: test_gpu.py
 FLOAT = [kind for kind in KINDS if not any(part in kind for part in OTHERS) and (TILES or kind != "tiled")]
-KEPT = ["tiled_bf16"] if TILES and processor.KEEPS_BF16 else []  # of weights that are bfloat16
+KEPT = ["tiled_bf16"] if TILES else []  # of weights that are bfloat16
 INT8 = [kind for kind in KINDS if "int8" in kind and (TILES or kind == "int8")]
 ROWS = (1, 2, 5, 7, 8, 9, 10, 11, 12, 13, 20, 23, 24, 25, 31, 32, 33, 100, 188, 287, 300, 520)
 
@@ -227,7 +227,7 @@ AVX2 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,
     ("name", "features"),
     [
         ("haswell", AVX2),
-        # its vectors are those of this one, its products of int8 those of a haswell
+        # its vectors are those of this machine, its products of int8 those of a haswell, in wider vectors
         pytest.param(
             "skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl", marks=pytest.mark.slow
         ),

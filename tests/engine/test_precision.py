@@ -16,12 +16,12 @@ from paceline.engine.load import weight_bytes
 from paceline.engine.parallel import Place
 from paceline.engine.precision import precision
 from paceline.engine.runner import ModelRunner
-from paceline.processor import KEEPS_BF16
+from paceline.processor import HAS_TILES
 from tests.engine import checkpoints
 from tests.engine.test_runner import blocks, prompt
 
 ASKED = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5)
-KEPT = "kept_bfloat16" if KEEPS_BF16 else "none"
+KEPT = "kept_bfloat16" if HAS_TILES else "none"
 COMPUTED = (("auto", "none"), ("float32", "none"), ("auto", "int8"))  # --dtype, --quantization on a CPU
 
 
@@ -101,7 +101,7 @@ def test_every_worker_finds_the_mistake_that_the_first_one_finds(halved: Path, n
         )  # fmt: skip
 
 
-@pytest.mark.skipif(not KEEPS_BF16, reason="weights become float32")
+@pytest.mark.skipif(not HAS_TILES, reason="weights become float32")
 @pytest.mark.parametrize("kv", KV_DTYPES)
 def test_they_give_the_same_logprobs_in_half_the_memory(halved: Path, kv: str) -> None:
     """Of prompts and of single tokens."""
@@ -129,7 +129,7 @@ def test_they_give_the_same_logprobs_in_half_the_memory(halved: Path, kv: str) -
     assert found[0] == found[1]
 
 
-@pytest.mark.skipif(not KEEPS_BF16, reason="weights become float32")
+@pytest.mark.skipif(not HAS_TILES, reason="weights become float32")
 def test_a_draft_model_is_held_as_its_own_checkpoint_is(halved: Path, tmp_path: Path) -> None:
     options = dict(max_batch_tokens=64, max_batch=4, block_size=4, num_blocks=64)
     whole = tmp_path / "whole"

@@ -124,11 +124,11 @@ def _split_weights(w: str, b: str, ahead: int | None) -> list[str]:
 
 
 def _split_products(
-    groups: Sequence[str], line: str, place: Callable[[int, int], str], products: Sequence[tuple[int, int]] = PRODUCTS
+    groups: Sequence[str], line: str, weights_at: Callable[[int, int], str], products: Sequence[tuple[int, int]]
 ) -> list[str]:
     """Loads and products of a step of one or two groups of 16 rows; their sums are in the first registers.
 
-    place(part, half): of a part of 16 columns' weights.
+    weights_at(part, half): where a part of those of 16 columns is.
     """
     held: dict[str, str] = {}
     lines = []
@@ -146,7 +146,7 @@ def _split_products(
         for group, register in zip(groups, activations, strict=True):
             load(f"{TILE * part}({group},{line})", register)
         for half, register in enumerate(weights):
-            load(place(other, half), register)
+            load(weights_at(other, half), register)
         for i, one in enumerate(activations):
             lines += [f"tdpbf16ps {weight}, {one}, %tmm{2 * i + half}" for half, weight in enumerate(weights)]
     return lines
@@ -176,7 +176,7 @@ def _split_assembly(high: bool, streams: bool = False, kept: bool = False) -> st
     lines += ["jmp 1f", "2:", *(f"tilezero {register}" for _, register in sums), "1:"]
     on = [f"addq $${GROUP_STEP}, {some}" for some in groups]
 
-    def place(part: int, half: int) -> str:
+    def weights_at(part: int, half: int) -> str:
         if kept:
             return f"{LINE * half}({b},{line},2)"
         return f"{TILE * (2 * part + half)}({here if streams else b},{line})"
@@ -185,10 +185,10 @@ def _split_assembly(high: bool, streams: bool = False, kept: bool = False) -> st
         lines += [*KEEP_UPPER, "3:", f"leaq ({b},{slot}), {here}"]
         lines += [f"imulq {ring}, {slot}", f"addq $${PANEL_STEP}, {slot}", f"leaq ({b},{slot}), {after}"]
         lines.append(f"addq $${DEEP * 4 * COLUMNS}, {w}")
-        lines += _woven(_split_weights(w, after, SPLIT_AHEAD), _split_products(groups, line, place))
+        lines += _woven(_split_weights(w, after, SPLIT_AHEAD), _split_products(groups, line, weights_at, PRODUCTS))
     else:  # w: what is fetched, every `slot` bytes
         fetches = [f"{FETCH} ({w})", f"addq {slot}, {w}"] * (KEPT_FETCHES if kept else SPLIT_FETCHES)
-        products = _split_products(groups, line, place, KEPT_PRODUCTS if kept else PRODUCTS)
+        products = _split_products(groups, line, weights_at, KEPT_PRODUCTS if kept else PRODUCTS)
         lines += ["3:", *_woven(fetches, products), f"addq $${KEPT_STEP if kept else PANEL_STEP}, {b}"]
     lines += [*on, f"subq $${DEEP}, {steps}", "jg 3b"]
     return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
@@ -246,7 +246,7 @@ def _one_row_assembly(kept: bool) -> str:
     for total, some in zip(totals, sums, strict=True):
         for even, odd in zip(some[::2], some[1::2], strict=True):
             lines += [f"vaddps {odd}, {even}, {even}", f"vaddps {even}, {total}, {total}"]
-    lines += [f"addq $${4 * PARTS * DEEP}, {a}", f"addq $${KEPT_STEP if kept else 2 * KEPT_STEP}, {w}"]
+    lines += [f"addq $${4 * PARTS * DEEP}, {a}", f"addq $${KEPT_STEP if kept else DEEP * COLUMNS * 4}, {w}"]
     lines += [f"subq $${DEEP}, {steps}", "jg 1b"]
     return "\n".join([*lines, *(f"vmovups {total}, {LINE * half}({c})" for half, total in enumerate(totals))])
 

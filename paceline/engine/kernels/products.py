@@ -209,8 +209,8 @@ def padded(inner):
 
 
 @linked
-@kernel(types.void(*[I64] * 11, types.boolean, I64, I64))
-def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, kept, c_stride, own):
+@kernel(types.void(*[I64] * 13, types.boolean))
+def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_stride, own, kept):
     """As `_panels`, of floats in matrix registers; a: the parts of each 16 rows, as `split_row` leaves them.
 
     Up to MATRIX_ROWS rows pass a thread's panels in one stream, so that parts of weights are made while others are
@@ -300,7 +300,7 @@ def some_linear(
             turn = wait(gate, turn, threads)
     if split:
         kept = w_scale == KEPT_BF16
-        _split_panels(t, threads, a, stride, rows, inner, w, bias, outer, kind, c, kept, c_stride, own)
+        _split_panels(t, threads, a, stride, rows, inner, w, bias, outer, kind, c, c_stride, own, kept)
     else:
         _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
     return wait(gate, turn, threads) if threads > 1 else turn
