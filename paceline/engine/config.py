@@ -74,8 +74,8 @@ QUANTIZATIONS = ("none", "int8")
 DTYPES = ("float32", "bfloat16", "float16")
 KV_DTYPES = ("float32", "float16")  # of keys and values, on CPUs
 KEPT_BFLOAT16 = "kept_bfloat16"
-# What weights are held in: on CPUs, which compute in float32, that ("none"), int8, or bfloat16 as in the checkpoint; on
-# GPUs float32 or half of it, in which those compute.
+# What weights are held in: on CPUs float32 ("none"), int8, bfloat16 as in the checkpoint where all is computed in
+# float32, or bfloat16 that is asked for; on GPUs float32 or half of it, in which those compute.
 PRECISIONS = (*QUANTIZATIONS, "bfloat16", "float16", KEPT_BFLOAT16)
 
 ROPE_TYPES = {

@@ -184,8 +184,8 @@ def in_one(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 class Weights:
-    """Panels of [in, 32] float32, of [in / 2, 32, 2] bfloat16, both of `kernels.padded(in)` numbers a column, or of
-    [in / n, 32, n] int8 with a scale [2, panels * 32] each, of rows in a file; n is `kernels.TOGETHER`.
+    """Panels of [in, 32] float32, of [in / 2, 32, 2] bfloat16 or of [in / n, 32, n] int8 with a scale [2, panels * 32]
+    each, of rows in a file; n is `kernels.TOGETHER`. Columns are filled up to `kernels.padded` numbers.
 
     Layers that would hold the same hold one, whichever models they are of; it goes with the last of them.
     """
@@ -193,7 +193,7 @@ class Weights:
     def __init__(self, panels: int, inner: int, held: torch.dtype):
         self.inner, self.held, self.scale = inner, held, None
         together = {torch.float32: 1, torch.bfloat16: 2}.get(held, kernels.TOGETHER)
-        lines = (inner if held == torch.int8 else kernels.padded(inner)) // together
+        lines = kernels.padded(inner, held == torch.int8) // together
         # a tile may read one step more, to be ready for the next panel
         memory = pages.zeros((panels * lines + kernels.DEEP, kernels.COLUMNS, together), held)
         self.packed = memory[: panels * lines].unflatten(0, (panels, lines))[:, : inner // together]
@@ -204,9 +204,8 @@ class Weights:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Of the panels and of their scales; without, what `kernels.linear` takes for them."""
-        kind = kernels.KEPT_BF16 if self.held == torch.bfloat16 else 0
-        return self.packed.data_ptr(), kind if self.scale is None else self.scale.data_ptr()
+        """Of the panels and of their scales, or 0."""
+        return self.packed.data_ptr(), 0 if self.scale is None else self.scale.data_ptr()
 
     def pack(self, rows: Tensor, dtype: torch.dtype) -> None:
         """From rows of `dtype` at the addresses [panels, 32]."""
@@ -253,7 +252,8 @@ class TiledLinear:
 
     def __init__(self, parts: Sequence[Tensor], bias: Tensor | None, gated: bool):
         self.gated, self.inner = gated, parts[0].shape[-1]
-        assert self.held != torch.bfloat16 or all(part.dtype == self.held for part in parts)
+        if self.held == torch.bfloat16:  # as it is in most files
+            parts = [part.to(self.held) for part in parts]
         if {(part.dtype, part.stride(-1)) for part in parts} not in [{(dtype, 1)} for dtype in kernels.ELEMENTS]:
             parts = [in_one(parts, self.held if self.held.is_floating_point else torch.float32)]
         rows = torch.cat([_row_addresses(part) for part in parts])
@@ -275,8 +275,10 @@ class TiledLinear:
 
     @property
     def addresses(self) -> tuple[int, int, int]:
-        """Of the weights, their scales (as `Weights` has them) and the bias."""
-        return *self.weights.addresses, self.bias.data_ptr()
+        """Of the weights, their scales (or what `kernels.linear` takes for them) and the bias."""
+        panels, scales = self.weights.addresses
+        kinds = {"tiled_bf16": kernels.KEPT_BF16, "tiled_rounded": kernels.ROUNDED_BF16}
+        return panels, kinds.get(self.kind, scales), self.bias.data_ptr()
 
     def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:
         rows, threads = x.shape[0], kernels.num_threads()
@@ -292,9 +294,15 @@ class TiledLinear:
 
 
 class TiledBF16Linear(TiledLinear):
-    """With weights that are bfloat16 in the checkpoint and stay it: the same products in half the memory."""
+    """With weights that are bfloat16, or become it: of those that are, the products of floats in half the memory."""
 
     kind, held = "tiled_bf16", torch.bfloat16
+
+
+class TiledRoundedLinear(TiledBF16Linear):
+    """And with AMX of inputs that are rounded to bfloat16: a third of the products."""
+
+    kind = "tiled_rounded"
 
 
 class TiledInt8Linear(TiledLinear):
@@ -314,8 +322,8 @@ def _row_addresses(rows: Tensor) -> Tensor:
 KINDS: dict[str, type[StockLinear] | type[TiledLinear]] = {
     cls.kind: cls
     for cls in (
-        TiledLinear, TiledBF16Linear, TiledInt8Linear, OneDNNLinear, MKLLinear, StockLinear, Int8Linear, BFloat16Linear,
-        Float16Linear,
+        TiledLinear, TiledBF16Linear, TiledRoundedLinear, TiledInt8Linear, OneDNNLinear, MKLLinear, StockLinear,
+        Int8Linear, BFloat16Linear, Float16Linear,
     )
 }  # fmt: skip
 
@@ -327,7 +335,7 @@ def best_kind(device: str, quantization: str = "none") -> str:
     if quantization == "int8":
         return "tiled_int8" if kernels is not None and kernels.HAS_TILES else "int8"
     if kernels is not None and kernels.HAS_TILES:
-        return "tiled_bf16" if quantization == KEPT_BFLOAT16 else "tiled"
+        return {KEPT_BFLOAT16: "tiled_bf16", "bfloat16": "tiled_rounded"}.get(quantization, "tiled")
     order = ("mkl", "onednn") if "GenuineIntel" in _processor() else ("onednn", "mkl")
     available = {"mkl": torch.backends.mkl.is_available(), "onednn": torch.backends.mkldnn.is_available()}
     return next((kind for kind in order if available[kind]), "plain")

@@ -18,9 +18,10 @@ from paceline.engine import linear
 from paceline.engine.linear import KINDS, Norm, best_kind, kernels, make_linear, quantize
 
 TILES = kernels is not None and kernels.HAS_TILES
-OTHERS = "int8", "bf16", "float"  # the last on GPUs: test_gpu.py
+OTHERS = "int8", "bf16", "rounded", "float"  # the last on GPUs: test_gpu.py
 FLOAT = [kind for kind in KINDS if not any(part in kind for part in OTHERS) and (TILES or kind != "tiled")]
 KEPT = ["tiled_bf16"] if TILES else []  # of weights that are bfloat16
+HALVES = [*KEPT, "tiled_rounded"] if TILES else []  # and of inputs that may become it
 INT8 = [kind for kind in KINDS if "int8" in kind and (TILES or kind == "int8")]
 ROWS = (1, 2, 5, 7, 8, 9, 10, 11, 12, 13, 20, 23, 24, 25, 31, 32, 33, 100, 188, 287, 300, 520)
 
@@ -32,7 +33,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def matrix(kind: str, outer: int, inner: int) -> Tensor:
     """A random one, of numbers that a layer of this kind can hold as they are."""
     weight = random(outer, inner) / inner**0.5
-    return weight.bfloat16() if kind == "tiled_bf16" else weight
+    return weight.bfloat16() if kind in HALVES else weight
 
 
 def reference(weight: Tensor, bias: Tensor | None, gated: bool, x: Tensor, norm: Norm | None) -> Tensor:
@@ -76,6 +77,20 @@ def test_it_loses_no_more_than_sums_of_float32_do(kind: str) -> None:
     assert error.square().mean().sqrt() < 1.5e-6 * exact.square().mean().sqrt()
 
 
+@pytest.mark.skipif(not TILES, reason="weights become float32")
+@pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
+@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (80, 2056), (1100, 1032)])
+def test_rounded_inputs_are_multiplied_as_bfloat16_where_that_makes_fewer_products(
+    gated: bool, outer: int, inner: int
+) -> None:
+    weight, bias = matrix("tiled_rounded", 2 * outer if gated else outer, inner), random(2 * outer if gated else outer)
+    layer = make_linear("tiled_rounded", weight, bias, gated)
+    for rows in ROWS:
+        x = random(rows, inner, seed=rows)
+        rounded = x.bfloat16().float() if kernels.HAS_AMX else x
+        torch.testing.assert_close(layer(x), reference(weight, bias, gated, rounded, None), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", INT8)
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (16, 2056), (30, 12)])
@@ -96,7 +111,7 @@ def test_int8_of_nothing_but_zeros(kind: str) -> None:
     assert make_linear(kind, torch.zeros(32, 16))(random(3, 16)).eq(0).all()
 
 
-@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT, *KEPT, *INT8) if "tiled" in kind])
+@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT, *HALVES, *INT8) if "tiled" in kind])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 def test_the_bits_of_a_row_do_not_depend_on_the_batch(kind: str, gated: bool) -> None:
     layer, x = make_linear(kind, matrix(kind, 128, 4160), None, gated), random(530, 4160, seed=1)
@@ -120,7 +135,7 @@ def test_weights_that_stay_bfloat16_give_the_bits_of_those_that_become_float32(
         assert torch.equal(bits(kept(x)), bits(floats(x)))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT, *KEPT) if "tiled" in kind])
+@pytest.mark.parametrize("kind", [kind for kind in (*FLOAT, *HALVES) if "tiled" in kind])
 def test_a_row_that_is_not_a_number_stays_its_own_fault(kind: str) -> None:
     layer, x = make_linear(kind, matrix(kind, 64, 64)), random(20, 64, seed=1)
     clean = layer(x)
@@ -138,9 +153,9 @@ def test_the_kind_follows_the_processor_and_the_quantization(monkeypatch: pytest
     assert best_kind("cpu") in ("onednn", "mkl", "plain") and best_kind("cpu", "int8") == "int8"
 
 
-@pytest.mark.parametrize("kind", [*FLOAT, *KEPT, *INT8])
+@pytest.mark.parametrize("kind", [*FLOAT, *HALVES, *INT8])
 def test_bytes_that_a_product_reads(kind: str) -> None:
-    size = 1 if kind in INT8 else 2 if kind == "tiled_bf16" else 4
+    size = 1 if kind in INT8 else 2 if kind in HALVES else 4
     assert make_linear(kind, matrix(kind, 32, 16)).nbytes == 32 * 16 * size
 
 
@@ -157,7 +172,7 @@ def packed_by_torch(kind: str, weight: Tensor, gated: bool) -> list[Tensor]:
     panels = panels_of(weight, gated)
     if kind == "tiled":
         return [panels.transpose(1, 2)]
-    if kind == "tiled_bf16":  # pairs of neighbours of a row
+    if kind in HALVES:  # pairs of neighbours of a row
         return [panels.bfloat16().unflatten(2, (-1, 2)).transpose(1, 2)]
     quantized, scale = quantize(panels.flatten(0, 1))
     excess = quantized.sum(dim=1, dtype=torch.int32) * 128
@@ -169,13 +184,11 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-TILED = [kind for kind in (*FLOAT, *INT8) if "tiled" in kind]
+TILED = [kind for kind in (*FLOAT, *HALVES, *INT8) if "tiled" in kind]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [*itertools.product(TILED, DTYPES), *((kind, torch.bfloat16) for kind in KEPT)]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [*itertools.product(TILED, DTYPES)])
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
 @pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (2, 8), (34, 2056), (700, 136)])
 def test_packing_gives_the_bits_that_torch_does(
@@ -189,14 +202,12 @@ def test_packing_gives_the_bits_that_torch_does(
         assert torch.equal(bits(ours), bits(theirs))
 
 
-@pytest.mark.parametrize("kind", [*TILED, *KEPT])
+@pytest.mark.parametrize("kind", TILED)
 def test_rows_are_packed_from_where_they_lie(kind: str) -> None:
     """Parts of several tensors: some rows, some columns, rows in another order, any dtype."""
     whole = random(96, 200).bfloat16()
     parts = [whole[8:72].unflatten(0, (4, 2, 8)).transpose(1, 2)[..., 16:152], whole[3:20, 64:]]
     for some in (parts, [parts[0], parts[1].half()], [parts[1].t().contiguous().t()]):
-        if kind == "tiled_bf16" and some[-1].dtype != torch.bfloat16:
-            continue
         together = torch.cat([part.flatten(0, -2).float() for part in some])
         layer = make_linear(kind, some)
         for ours, theirs in zip((layer.packed, layer.scale), packed_by_torch(kind, together, False), strict=False):

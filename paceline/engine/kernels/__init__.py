@@ -22,7 +22,18 @@ Addresses are passed instead of arrays: taking an array apart costs a microsecon
 """
 
 from paceline.engine.kernels.chunks import attend_chunk, block_floats
-from paceline.engine.kernels.common import ADD, BYTE, COLUMNS, DEEP, GATE, KEPT_BF16, LINE, STORE, TOGETHER
+from paceline.engine.kernels.common import (
+    ADD,
+    BYTE,
+    COLUMNS,
+    DEEP,
+    GATE,
+    KEPT_BF16,
+    LINE,
+    ROUNDED_BF16,
+    STORE,
+    TOGETHER,
+)
 from paceline.engine.kernels.layers import (
     CHUNK_FIELDS,
     LAYER_KEYS,
@@ -51,7 +62,7 @@ from paceline.processor import HAS_AMX, HAS_BF16, HAS_TILES, HAS_VNNI
 __all__ = [
     "ADD", "BYTE", "CHUNK_FIELDS", "COLUMNS", "DEEP", "ELEMENTS", "GATE", "HAS_AMX", "HAS_BF16", "HAS_TILES",
     "HAS_VNNI", "KEPT_BF16", "LAYER_KEYS", "LAYER_VALUES", "LINE", "PLAN_FIELDS", "ROW_HIGH", "ROW_INDEX",
-    "ROW_LOW", "ROW_TABLE", "ROW_WIDTH", "RUN_COUNT", "RUN_FIRST", "RUN_LONGEST", "RUN_MOST", "SPACE", "STORE",
-    "TOGETHER", "WINDOW", "apart", "attend_chunk", "attend_rows", "block_floats", "decoder_layers", "linear",
+    "ROUNDED_BF16", "ROW_LOW", "ROW_TABLE", "ROW_WIDTH", "RUN_COUNT", "RUN_FIRST", "RUN_LONGEST", "RUN_MOST", "SPACE",
+    "STORE", "TOGETHER", "WINDOW", "apart", "attend_chunk", "attend_rows", "block_floats", "decoder_layers", "linear",
     "most_of_run", "num_threads", "pack", "padded", "rotate_and_store", "rows_inside", "spaces", "workspace",
 ]  # fmt: skip

@@ -30,14 +30,13 @@ TOGETHER = 4 // BYTE  # int8 weights of a column that lie side by side
 # of one of several: Zen 5 makes 223 GFLOP/s of tiles of 8 to 11 rows and 207 of 12; on Intel's front ends 12 are best
 TALL = 11 if HAS_AVX512 and PROCESSOR.startswith("znver") else ROWS
 MATRIX_ROWS, MATRIX_STEPS = 32, 16  # of a tile in matrix registers: at most, and at a time
-# Of float32 in matrix registers, see `matrix_tiles`: numbers of a row in a step, bytes of a tile of bfloat16, the
-# parts of a number; bytes of a step of 16 rows of activations and of a panel's weights
-DEEP, TILE, PARTS = 32, 1024, 3
-GROUP_STEP, PANEL_STEP = PARTS * TILE, 2 * PARTS * TILE
-KEPT_STEP = 2 * TILE  # of a panel of bfloat16
-SPLIT_DEPTH, SPLIT_PANELS = 1024, 16  # weights of a panel whose parts are left, at most, and panels with sums meanwhile
-# bytes from weights in use to those fetched; lines a step if others made parts, and of bfloat16
-SPLIT_AHEAD, SPLIT_FETCHES, KEPT_FETCHES = 12288, 16, 32
+# In matrix registers, see `matrix_tiles`: numbers of a row in a step, of bfloat16 and of bytes; bytes of a register;
+# parts of a float32; bytes of a step of a panel: of those parts, of float32, and of the others
+DEEP, DEEP_BYTES, TILE, PARTS = 32, 64, 1024, 3
+PARTS_STEP, FLOAT_STEP, PANEL_STEP = 2 * PARTS * TILE, 4 * TILE, 2 * TILE
+DEPTH_STEPS, SUMS_PANELS = 32, 16  # steps of a panel that all rows pass, at most, and panels with sums meanwhile
+# bytes from weights in use to those fetched; lines a step if others made parts, and if there are none
+FAR_AHEAD, SPLIT_FETCHES, WHOLE_FETCHES = 12288, 16, 32
 LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since the first cache keeps few of rows that
 # lie powers of 2 apart
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
@@ -46,10 +45,11 @@ ALONE = 16  # rows from which norms, rotations and the like are shared out to th
 BLOCK = 192 // TALL * TALL
 LARGEST_BLOCK = BLOCK * 3 // 2 if HAS_AMX else BLOCK
 # bytes of a thread's own: sums of panels, and parts of weights
-SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SPLIT_PANELS if HAS_AMX else 1)
-TILES_SPACE = SUMS_SPACE + ((SPLIT_DEPTH // DEEP + 1) * PANEL_STEP if HAS_AMX else 0)
+SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SUMS_PANELS if HAS_AMX else 1)
+TILES_SPACE = SUMS_SPACE + ((DEPTH_STEPS + 1) * PARTS_STEP if HAS_AMX else 0)
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `products._finish`
-KEPT_BF16 = 1  # in place of the address of scales: weights are bfloat16
+# in place of the address of scales: weights are bfloat16; so are activations, where that makes fewer products
+KEPT_BF16, ROUNDED_BF16 = 1, 2
 
 FAST = {"reassoc", "contract", "nsz", "arcp"}  # everything but ignoring infinities and NaNs, which must come through
 I64, F32, LONG = types.int64, types.float32, ir.IntType(64)

@@ -5,8 +5,9 @@ import functools
 from llvmlite import ir
 
 from paceline.engine.kernels import vectors as v
-from paceline.engine.kernels.common import BYTE, DEEP, F32, I64, LONG, PARTS, TILE, by_hand
+from paceline.engine.kernels.common import BYTE, DEEP, DEEP_BYTES, F32, I64, LONG, PARTS, TILE, by_hand
 from paceline.engine.kernels.vectors import FLOAT, SHORTS, VECTOR, WHOLE
+from paceline.processor import HAS_AMX
 
 
 @by_hand(I64, I64, I64, F32, I64)
@@ -41,11 +42,17 @@ def norm_row(builder, x, width, norm, eps, out):
 @by_hand(I64, I64, I64, I64)
 def quantize_row(builder, x, width, out, scale):
     """x [width] to out, in BYTE bytes: 128 + x / scale, with the scale that is written: its largest over 127. Behind
-    them up to 15 more are written."""
+    them up to 15 more are written. With AMX to one of 16 rows of [width / DEEP_BYTES, 16, DEEP_BYTES]."""
     bits, shift = ir.VectorType(ir.IntType(8 * BYTE), 16), LONG((16 * BYTE).bit_length() - 1)
 
     def place(i):
         return builder.add(x, builder.shl(i, LONG(6)))
+
+    def there(i):
+        if not HAS_AMX:
+            return builder.shl(i, shift)
+        step, within = (divide(i, LONG(DEEP_BYTES // 16)) for divide in (builder.udiv, builder.urem))
+        return builder.add(builder.mul(step, LONG(TILE)), builder.shl(within, shift))
 
     def larger(one, other):  # as integers: the order is that of absolute values, and a NaN is above them all
         return builder.select(builder.icmp_signed(">", one, other), one, other)
@@ -65,16 +72,16 @@ def quantize_row(builder, x, width, out, scale):
     def whole(i, left, nothing):
         value = builder.fmul(v.load_some(builder, place(i), v.mask(builder, left)), every)
         value = builder.add(v.call(builder, "llvm.lrint.v16i32.v16f32", WHOLE, value), v.all16(128, WHOLE))
-        target = v.at(builder, builder.add(out, builder.shl(i, shift)), 0, bits)
+        target = v.at(builder, builder.add(out, there(i)), 0, bits)
         builder.store(builder.trunc(value, bits), target, align=BYTE)
         return []
 
     v.over(builder, width, 16, [], whole, False)
 
 
-def _split_row_of(wide: bool):
-    """split(x, width, out): the parts of x [width], filled up with zeros, to out: to one of 16 rows of
-    [width / DEEP, PARTS, 16, DEEP] bfloat16, or if `wide` to [width / DEEP, PARTS, DEEP] as float32."""
+def _split_row_of(wide: bool, parts: int = PARTS):
+    """split(x, width, out): the first so many parts of x [width], filled up with zeros, to out: to one of 16 rows of
+    [width / DEEP, parts, 16, DEEP] bfloat16, or if `wide` to [width / DEEP, parts, DEEP] as float32."""
 
     @by_hand(I64, I64, I64)
     def split(builder, x, width, out):
@@ -82,11 +89,11 @@ def _split_row_of(wide: bool):
 
         def some(i, left, nothing):
             source = builder.add(x, builder.shl(i, LONG(7)))
-            target = builder.add(out, builder.mul(i, LONG(PARTS * each)))
+            target = builder.add(out, builder.mul(i, LONG(parts * each)))
             for half in (0, 1):
                 mask = v.mask(builder, left and builder.sub(left, LONG(16 * half)))
                 rest = v.load_some(builder, builder.add(source, LONG(64 * half)), mask)
-                for part in range(PARTS):
+                for part in range(parts):
                     bits = v.bf16(builder, rest)
                     number = builder.bitcast(builder.shl(builder.zext(bits, WHOLE), v.all16(16, WHOLE)), VECTOR)
                     if wide:
@@ -102,3 +109,4 @@ def _split_row_of(wide: bool):
 
 
 split_row, widen_row = _split_row_of(False), _split_row_of(True)
+round_row, round_wide_row = _split_row_of(False, 1), _split_row_of(True, 1)

@@ -3,40 +3,39 @@
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from paceline.engine.kernels.common import (
     COLUMNS,
     DEEP,
-    GROUP_STEP,
+    FAR_AHEAD,
+    FLOAT_STEP,
     I64,
-    KEPT_FETCHES,
-    KEPT_STEP,
     LINE,
     LONG,
     MATRIX_ROWS,
     MATRIX_STEPS,
     PANEL_STEP,
     PARTS,
-    SPLIT_AHEAD,
+    PARTS_STEP,
     SPLIT_FETCHES,
     TILE,
+    WHOLE_FETCHES,
     by_hand,
 )
 from paceline.engine.kernels.tiles import FETCH, REGISTERS, SCRATCH, assembled
 from paceline.processor import HAS_AMX
 
 
-def _matrix_assembly(high: bool, integer: bool) -> str:
-    """A tile in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
+def _pairs_assembly(high: bool) -> str:
+    """A tile of pairs of bfloat16 in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
 
     The first four hold sums, two columns of two rows, the next two activations, the last two weights.
     """
-    a, stride, w, w_stride, steps, c, c_stride, ahead, gap = REGISTERS
+    a, stride, w, w_stride, steps, c, c_stride = REGISTERS[:7]
     fresh, lower_a, lower_c, on = SCRATCH
     rows = [(a, c), (lower_a, lower_c)] if high else [(a, c)]
     places = [(i, half, place) for i, (_, place) in enumerate(rows) for half in (0, 1)]
@@ -52,10 +51,7 @@ def _matrix_assembly(high: bool, integer: bool) -> str:
         for half in (0, 1):
             if i == 0:
                 lines.append(f"tileloadd {64 * half}({w},{w_stride}), %tmm{6 + half}")
-            multiply = "tdpbusd" if integer else "tdpbf16ps"
-            lines.append(f"{multiply} %tmm{6 + half}, %tmm{4 + i}, %tmm{2 * i + half}")
-    if integer:
-        lines += [f"{FETCH} ({ahead})", f"leaq ({ahead},{gap},2), {ahead}"] * (MATRIX_STEPS // 2)
+            lines.append(f"tdpbf16ps %tmm{6 + half}, %tmm{4 + i}, %tmm{2 * i + half}")
     lines += [*(f"addq $${4 * MATRIX_STEPS}, {some}" for some, _ in rows), f"addq {on}, {w}"]
     lines += [f"subq $${MATRIX_STEPS}, {steps}", "jg 1b"]
     return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
@@ -70,29 +66,24 @@ def _by_height(builder, arguments, assembly, registers: Sequence[str], lost: Seq
                     builder.call(assembled(assembly(high), registers, lost), arguments[1:])
 
 
-def _matrix_tile_of(integer: bool):
-    """As a tile of bytes or of pairs of bfloat16, of up to MATRIX_ROWS rows that `set_shape` was told; `steps` is a
-    multiple of MATRIX_STEPS. If `fresh` c is written and not added to. Of bytes every second step fetches a line, since
-    two neighbours come together; of pairs none does."""
+@by_hand(*[I64] * 9)
+def bf16_matrix_tile(builder, rows, a, a_stride, w, w_stride, steps, c, c_stride, fresh):
+    """As `tiles.bf16_tile`, of up to MATRIX_ROWS rows that `set_shape` was told; `steps` is a multiple of MATRIX_STEPS.
+    If `fresh` c is written and not added to. Nothing is fetched."""
+    arguments = rows, a, a_stride, w, w_stride, steps, c, c_stride, fresh
+    _by_height(builder, arguments, _pairs_assembly, (*REGISTERS[:7], SCRATCH[0]), SCRATCH[1:])
 
-    @intrinsic
-    def tile(context, rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap, fresh):
-        def generate(context, builder, signature, arguments):
-            assembly = functools.partial(_matrix_assembly, integer=integer)
-            _by_height(builder, arguments, assembly, (*REGISTERS, SCRATCH[0]), SCRATCH[1:])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 11), generate
-
-    return tile
-
-
-byte_matrix_tile, bf16_matrix_tile = _matrix_tile_of(True), _matrix_tile_of(False)
 
 # Parts of activations and of weights whose products are added up, in an order that loads few of them twice. The other
 # three are at most 2^-21 of a product, of either sign: less than what sums of float32 lose.
 PRODUCTS = (2, 0), (1, 0), (1, 1), (0, 1), (0, 0), (0, 2)
-KEPT_PRODUCTS = [one for one in PRODUCTS if one[1] == 0]  # of weights that are bfloat16, whose other parts are 0
+
+
+def _products(kept: bool, parts: int) -> list[tuple[int, int]]:
+    """Of weights that are `kept` as bfloat16, whose other parts are 0, and of so many parts of activations."""
+    return [(part, other) for part, other in PRODUCTS if part < parts and not (kept and other)]
+
+
 KEEP_UPPER = "movl $$0xFFFF0000, %r14d", "vpbroadcastd %r14d, %zmm31"  # of 16 numbers the half that is a bfloat16
 
 
@@ -123,9 +114,10 @@ def _split_weights(w: str, b: str, ahead: int | None) -> list[str]:
     return lines
 
 
-def _split_products(
-    groups: Sequence[str], line: str, weights_at: Callable[[int, int], str], products: Sequence[tuple[int, int]]
-) -> list[str]:
+def _panel_products(
+    groups: Sequence[str], line: str, weights_at: Callable[[int, int], str], products: Sequence[tuple[int, int]],
+    multiply: str,
+) -> list[str]:  # fmt: skip
     """Loads and products of a step of one or two groups of 16 rows; their sums are in the first registers.
 
     weights_at(part, half): where a part of those of 16 columns is.
@@ -148,7 +140,7 @@ def _split_products(
         for half, register in enumerate(weights):
             load(weights_at(other, half), register)
         for i, one in enumerate(activations):
-            lines += [f"tdpbf16ps {weight}, {one}, %tmm{2 * i + half}" for half, weight in enumerate(weights)]
+            lines += [f"{multiply} {weight}, {one}, %tmm{2 * i + half}" for half, weight in enumerate(weights)]
     return lines
 
 
@@ -159,12 +151,14 @@ def _woven(lines: list[str], others: list[str]) -> list[str]:
     return [line for other, part in zip(others, parts, strict=True) for line in (other, *part)]
 
 
-def _split_assembly(high: bool, streams: bool = False, kept: bool = False) -> str:
-    """A tile of float32 in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
+def _panel_assembly(
+    high: bool, streams: bool = False, kept: bool = False, parts: int = PARTS, integer: bool = False
+) -> str:
+    """A tile of a panel in matrix registers, of 17 to MATRIX_ROWS rows if `high`, else of up to 16.
 
-    A float32 is the sum of three bfloat16 of 8 bits each. Of activations they are made before, rounded; of weights,
-    cut, here, if this tile `streams` them: while a step's products are made, the parts of the next one. Those that are
-    `kept` as bfloat16 are one part.
+    A float32 is the sum of three bfloat16 of 8 bits each. Of activations they are made before, rounded, so many
+    `parts`; of weights, cut, here, if this tile `streams` them: while a step's products are made, the parts of the next
+    one. Those that are `kept` as bfloat16, or `integer`, are one part.
     """
     a, group, w, steps, c, b, slot, ring, fresh = REGISTERS
     lower_a, lower_c, here, after, line = *SCRATCH, "%rbx"
@@ -174,58 +168,57 @@ def _split_assembly(high: bool, streams: bool = False, kept: bool = False) -> st
     lines = [f"leaq ({a},{group}), {lower_a}", f"leaq {16 * 4 * COLUMNS}({c}), {lower_c}", f"movq $${LINE}, {line}"]
     lines += [f"testq {fresh}, {fresh}", "jnz 2f", *(f"tileloadd {place}, {register}" for place, register in sums)]
     lines += ["jmp 1f", "2:", *(f"tilezero {register}" for _, register in sums), "1:"]
-    on = [f"addq $${GROUP_STEP}, {some}" for some in groups]
+    on = [f"addq $${TILE * parts}, {some}" for some in groups]
 
     def weights_at(part: int, half: int) -> str:
         if kept:
             return f"{LINE * half}({b},{line},2)"
         return f"{TILE * (2 * part + half)}({here if streams else b},{line})"
 
+    multiply = "tdpbusd" if integer else "tdpbf16ps"
+    products = _panel_products(groups, line, weights_at, _products(kept, parts), multiply)
     if streams:  # to the other one of two slots (ring: -1), or to the next one (1)
         lines += [*KEEP_UPPER, "3:", f"leaq ({b},{slot}), {here}"]
-        lines += [f"imulq {ring}, {slot}", f"addq $${PANEL_STEP}, {slot}", f"leaq ({b},{slot}), {after}"]
-        lines.append(f"addq $${DEEP * 4 * COLUMNS}, {w}")
-        lines += _woven(_split_weights(w, after, SPLIT_AHEAD), _split_products(groups, line, weights_at, PRODUCTS))
+        lines += [f"imulq {ring}, {slot}", f"addq $${PARTS_STEP}, {slot}", f"leaq ({b},{slot}), {after}"]
+        lines.append(f"addq $${FLOAT_STEP}, {w}")
+        lines += _woven(_split_weights(w, after, FAR_AHEAD), products)
     else:  # w: what is fetched, every `slot` bytes
-        fetches = [f"{FETCH} ({w})", f"addq {slot}, {w}"] * (KEPT_FETCHES if kept else SPLIT_FETCHES)
-        products = _split_products(groups, line, weights_at, KEPT_PRODUCTS if kept else PRODUCTS)
-        lines += ["3:", *_woven(fetches, products), f"addq $${KEPT_STEP if kept else PANEL_STEP}, {b}"]
-    lines += [*on, f"subq $${DEEP}, {steps}", "jg 3b"]
+        fetches = [f"{FETCH} ({w})", f"addq {slot}, {w}"] * (WHOLE_FETCHES if kept else SPLIT_FETCHES)
+        lines += ["3:", *_woven(fetches, products), f"addq $${PANEL_STEP if kept else PARTS_STEP}, {b}"]
+    lines += [*on, f"decq {steps}", "jg 3b"]
     return "\n".join([*lines, *(f"tilestored {register}, {place}" for place, register in sums)])
 
 
-def _split_tile_of(**form: bool):
-    """tile(rows, a, group, w, steps, c, b, slot, ring, fresh): c[rows, 32] += a[rows, steps] w[steps, 32] of float32.
+def _panel_tile_of(**form: Any):
+    """tile(rows, a, group, w, steps, c, b, slot, ring, fresh): c[rows, 32] += a w, of so many steps.
 
-    a: the parts of each 16 rows, `group` bytes from one to the next: [steps / DEEP, PARTS, 16, DEEP] bfloat16; b: those
-    of weights, [steps / DEEP, PARTS, 2, 16, 32], or two steps of them in turn, or weights that are `kept`, [steps / 2,
-    32, 2]. If `fresh` c is written and not added to. A tile that `streams` finds those of its first step at `slot` of b
-    and leaves those of the step behind its last.
+    a: the parts of each 16 rows, `group` bytes from one to the next: [steps, parts, 16, DEEP] bfloat16; b: those of
+    weights, [steps, PARTS, 2, 16, 32], or two steps of them in turn, or weights that are `kept`, [16 steps, 32, 2]. Of
+    bytes [steps, 16, DEEP_BYTES], the first ones unsigned, and [16 steps, 32, 4]. If `fresh` c is written and not added
+    to. A tile that `streams` finds parts of its first step at `slot` of b and leaves those of the step behind its last.
     """
     lost = [*SCRATCH, "%rbx", *(f"%zmm{i}" for i in range(32))]
 
-    @intrinsic
-    def tile(context, rows, a, group, w, steps, c, b, slot, ring, fresh):
-        def generate(context, builder, signature, arguments):
-            _by_height(builder, arguments, functools.partial(_split_assembly, **form), REGISTERS, lost)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10), generate
+    @by_hand(*[I64] * 10)
+    def tile(builder, rows, a, group, w, steps, c, b, slot, ring, fresh):
+        arguments = rows, a, group, w, steps, c, b, slot, ring, fresh
+        _by_height(builder, arguments, functools.partial(_panel_assembly, **form), REGISTERS, lost)
 
     return tile
 
 
-split_stream_tile, split_tile, kept_tile = _split_tile_of(streams=True), _split_tile_of(), _split_tile_of(kept=True)
+split_stream_tile, split_tile, kept_tile = _panel_tile_of(streams=True), _panel_tile_of(), _panel_tile_of(kept=True)
+rounded_tile, byte_panel_tile = (_panel_tile_of(kept=True, parts=1, integer=integer) for integer in (False, True))
 
 
-def _one_row_assembly(kept: bool) -> str:
+def _one_row_assembly(kept: bool, parts: int) -> str:
     """The same products of one row in vectors, since matrix registers slow a core down, and rounded as there.
 
     Those sum the products of even numbers of a step and those of odd ones, add both and then that to what was there.
     """
     a, w, steps, c = REGISTERS[:4]
-    whole, (upper, middle, rest), totals = "%zmm31", (parts := ("%zmm28", "%zmm29", "%zmm30")), ("%zmm26", "%zmm27")
-    products = KEPT_PRODUCTS if kept else PRODUCTS
+    whole, (upper, middle, rest), totals = "%zmm31", (weights := ("%zmm28", "%zmm29", "%zmm30")), ("%zmm26", "%zmm27")
+    products = _products(kept, parts)
     sums = [[f"%zmm{12 * half + i}" for i in range(2 * len(products))] for half in (0, 1)]  # each product's two
     lines = [*KEEP_UPPER, *(f"vpxord {total}, {total}, {total}" for total in totals), "1:"]
     lines += [f"vpxord {one}, {one}, {one}" for some in sums for one in some]
@@ -235,36 +228,36 @@ def _one_row_assembly(kept: bool) -> str:
             if number % 2:
                 lines.append(f"vpandd {here}({w}), {whole}, {upper}")
             else:
-                lines += [f"{FETCH} {here + SPLIT_AHEAD}({w})", f"vpslld $$16, {here}({w}), {upper}"]
+                lines += [f"{FETCH} {here + FAR_AHEAD}({w})", f"vpslld $$16, {here}({w}), {upper}"]
         else:
             here = COLUMNS * 4 * number + LINE * half
-            lines += [f"vmovups {here}({w}), {rest}", f"{FETCH} {here + SPLIT_AHEAD}({w})"]
+            lines += [f"vmovups {here}({w}), {rest}", f"{FETCH} {here + FAR_AHEAD}({w})"]
             lines += [f"vpandd {whole}, {rest}, {upper}", f"vsubps {upper}, {rest}, {rest}"]
             lines += [f"vpandd {whole}, {rest}, {middle}", f"vsubps {middle}, {rest}, {rest}"]
         for (part, other), one in zip(products, sums[half][number % 2 :: 2], strict=True):
-            lines.append(f"vfmadd231ps {4 * (DEEP * part + number)}({a}){{1to16}}, {parts[other]}, {one}")
+            lines.append(f"vfmadd231ps {4 * (DEEP * part + number)}({a}){{1to16}}, {weights[other]}, {one}")
     for total, some in zip(totals, sums, strict=True):
         for even, odd in zip(some[::2], some[1::2], strict=True):
             lines += [f"vaddps {odd}, {even}, {even}", f"vaddps {even}, {total}, {total}"]
-    lines += [f"addq $${4 * PARTS * DEEP}, {a}", f"addq $${KEPT_STEP if kept else DEEP * COLUMNS * 4}, {w}"]
-    lines += [f"subq $${DEEP}, {steps}", "jg 1b"]
+    lines += [f"addq $${4 * parts * DEEP}, {a}", f"addq $${PANEL_STEP if kept else FLOAT_STEP}, {w}"]
+    lines += [f"decq {steps}", "jg 1b"]
     return "\n".join([*lines, *(f"vmovups {total}, {LINE * half}({c})" for half, total in enumerate(totals))])
 
 
-def _one_row_of(kept: bool):
-    """As a tile that streams, or of weights that are `kept`, of one row a [steps / DEEP, PARTS, DEEP] float32, to c,
+def _one_row_of(kept: bool, parts: int = PARTS):
+    """As a tile that streams, or of weights that are `kept`, of one row a [steps, parts, DEEP] float32, to c,
     which is written."""
 
     @by_hand(*[I64] * 4)
     def one_row(builder, a, w, steps, c):
         if HAS_AMX:
             lost = ["%r14", *(f"%zmm{i}" for i in range(32))]
-            builder.call(assembled(_one_row_assembly(kept), REGISTERS[:4], lost), [a, w, steps, c])
+            builder.call(assembled(_one_row_assembly(kept, parts), REGISTERS[:4], lost), [a, w, steps, c])
 
     return one_row
 
 
-one_row, one_kept_row = _one_row_of(False), _one_row_of(True)
+one_row, one_kept_row, one_rounded_row = _one_row_of(False), _one_row_of(True), _one_row_of(True, 1)
 
 
 @by_hand(I64, I64)

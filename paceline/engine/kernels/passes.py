@@ -17,7 +17,7 @@ from paceline.engine.kernels.common import (
     TALL,
     kernel,
 )
-from paceline.engine.kernels.matrix_tiles import bf16_matrix_tile, byte_matrix_tile, set_shape
+from paceline.engine.kernels.matrix_tiles import bf16_matrix_tile, set_shape
 from paceline.engine.kernels.tiles import bf16_tile, byte_tile, float_tile, mixed_tile, narrow_tile
 from paceline.processor import HAS_AMX, HAS_AVX512
 
@@ -53,17 +53,11 @@ def mixed_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     mixed_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
 
-@kernel(types.UniTuple(I64, 2)(types.boolean), inline="always")
-def _tall(matrices):
-    """Rows of a tile, in matrix registers or in vectors: of the only one at most, and of one of several."""
-    return (MATRIX_ROWS, MATRIX_ROWS) if matrices else (ROWS, TALL)
-
-
 @kernel(I64(I64, types.boolean), inline="always")
 def height_of(left, matrices):
     """Of the next tile, with so many rows left: all are about equal, since a low one takes as long as one of 6, and
     matrix registers keep their shape."""
-    most, tall = _tall(matrices)
+    most, tall = (MATRIX_ROWS, MATRIX_ROWS) if matrices else (ROWS, TALL)  # of the only one, and of one of several
     return left if left <= most else (left - 1) // ((left + tall - 1) // tall) + 1
 
 
@@ -73,21 +67,6 @@ def shaped(rows, shape):
     if rows != shape:
         set_shape(rows)
     return rows
-
-
-@kernel(types.void(*[I64] * 10, types.boolean))
-def byte_matrix_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap, fresh):
-    """A tile of bytes in matrix registers; what is left of `steps` is not, and fetches nothing."""
-    whole = steps // MATRIX_STEPS * MATRIX_STEPS
-    if whole:
-        byte_matrix_tile(rows, a, a_stride, w, w_stride, whole, c, c_stride, ahead, gap, fresh)
-    elif fresh:
-        carray(_floats(c), (rows * COLUMNS,))[:] = np.float32(0.0)
-    for row in range(0, rows if whole < steps else 0, ROWS):
-        byte_rows(
-            min(rows - row, ROWS), a + row * a_stride + whole * 4, a_stride, w + whole * w_stride, w_stride,
-            steps - whole, c + row * c_stride, c_stride, w, 0,
-        )  # fmt: skip
 
 
 @kernel(I64(I64), inline="always")
@@ -116,7 +95,7 @@ def product(matrices, bf16, narrow, shape, rows, a, a_stride, w, steps, c, fresh
         here, sums = a + row * a_stride, c + row * line
         if matrices:
             shape = shaped(height, shape)
-            bf16_matrix_tile(height, here, a_stride, w, line, whole, sums, line, w, 0, fresh)
+            bf16_matrix_tile(height, here, a_stride, w, line, whole, sums, line, fresh)
         for low in range(0, height if whole < steps else 0, ROWS):
             some, rest, weights = min(height - low, ROWS), here + low * a_stride + whole * 4, w + whole * line
             ahead, gap = w, 0
@@ -134,15 +113,14 @@ def product(matrices, bf16, narrow, shape, rows, a, a_stride, w, steps, c, fresh
     return shape
 
 
-@kernel(types.UniTuple(I64, 3)(types.boolean, *[I64] * 4))
-def fetching(matrices, rows, w, nbytes, following):
+@kernel(types.UniTuple(I64, 3)(*[I64] * 4))
+def fetching(rows, w, nbytes, following):
     """`ahead` and `gap` of the first tile of rows that pass weights w, and how far the next one's `ahead` is.
 
     Those at `following` are needed next: every pass fetches its share. A single pass fetches what it needs itself soon.
     """
     halves = 1 if HAS_AVX512 or rows <= ALL_COLUMNS else 2
-    most, tall = _tall(matrices)
-    passes = ((rows + tall - 1) // tall if rows > most else 1) * halves
+    passes = ((rows + TALL - 1) // TALL if rows > ROWS else 1) * halves
     if passes == 1:
         return w + (AHEAD if rows <= 2 else 2 * AHEAD), 2 * LINE, 0
     part = nbytes // passes // LINE * LINE

@@ -13,32 +13,39 @@ from paceline.engine.kernels.common import (
     BYTE,
     COLUMNS,
     DEEP,
+    DEEP_BYTES,
+    DEPTH_STEPS,
     F32,
+    FAR_AHEAD,
+    FLOAT_STEP,
     GATE,
-    GROUP_STEP,
     I64,
-    KEPT_BF16,
-    KEPT_FETCHES,
     LARGEST_BLOCK,
     LINE,
     LONG,
     MATRIX_ROWS,
     PANEL_STEP,
-    SPLIT_AHEAD,
-    SPLIT_DEPTH,
+    PARTS,
+    PARTS_STEP,
+    ROUNDED_BF16,
     SPLIT_FETCHES,
-    SPLIT_PANELS,
     STORE,
+    SUMS_PANELS,
     SUMS_SPACE,
+    TILE,
     TILES_SPACE,
+    WHOLE_FETCHES,
     by_hand,
     kernel,
 )
-from paceline.engine.kernels.inputs import norm_row, quantize_row, split_row, widen_row
+from paceline.engine.kernels.inputs import norm_row, quantize_row, round_row, round_wide_row, split_row, widen_row
 from paceline.engine.kernels.matrix_tiles import (
+    byte_panel_tile,
     kept_tile,
     one_kept_row,
+    one_rounded_row,
     one_row,
+    rounded_tile,
     set_shape,
     split_first,
     split_stream_tile,
@@ -46,7 +53,6 @@ from paceline.engine.kernels.matrix_tiles import (
 )
 from paceline.engine.kernels.passes import (
     block_of,
-    byte_matrix_rows,
     byte_rows,
     fetching,
     float_rows,
@@ -58,7 +64,6 @@ from paceline.engine.kernels.threads import wait
 from paceline.engine.kernels.vectors import FLOAT, SIDES, VECTOR, WHOLE
 from paceline.processor import HAS_AMX
 
-MATRIX_DEPTH = 512  # weights of a panel that stay in the first cache, with a tile's activations, while all rows pass
 SPLIT_STREAMS = 3  # passes of rows up to which each makes the parts of weights itself: from the first cache it takes
 # 240 ns a step of 32 rows with them; where one leaves them to others it takes 340, and these 210
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
@@ -150,16 +155,13 @@ def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scal
 def _panels(
     t, threads, a, a_stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, sums
 ):
-    """A thread's share of the panels of a product: a [rows, inner], prepared, times w to c [rows, outer]."""
+    """A thread's share of the panels of a product in vectors: a [rows, inner], prepared, times w to c [rows, outer]."""
     columns = 16 if kind == GATE else COLUMNS
     panels = (outer + columns - 1) // columns
-    integer, mixed = w_scale > KEPT_BF16, w_scale == KEPT_BF16
+    integer, mixed = w_scale > ROUNDED_BF16, w_scale != 0
     a_size, size, each = (BYTE, 1, 4) if integer else (4, 2, 2) if mixed else (4, 4, 1)  # each: numbers of a step
-    matrices = integer and HAS_AMX
-    most, whole = (MATRIX_DEPTH, 64) if matrices and rows > MATRIX_ROWS else (DEPTH * 4 // size, 8)
-    parts = (inner + most - 1) // most
-    depth = ((inner + parts - 1) // parts + whole - 1) // whole * whole
-    shape = 0
+    parts = (inner + DEPTH * 4 // size - 1) // (DEPTH * 4 // size)
+    depth = ((inner + parts - 1) // parts + 7) // 8 * 8
     for p in range(panels * t // threads, panels * (t + 1) // threads):
         width = min(columns, outer - p * columns)
         scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
@@ -167,25 +169,20 @@ def _panels(
             deep = min(depth, inner - first)
             steps = deep // each
             at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
-            ahead, gap, part = fetching(matrices, rows, at, nbytes, at + nbytes)
+            ahead, gap, part = fetching(rows, at, nbytes, at + nbytes)
             row = 0
             while row < rows:
-                height = height_of(rows - row, matrices)
+                height = height_of(rows - row, False)
                 here, place = a + row * a_stride + first * a_size, sums + row * COLUMNS * 4
                 target = c + row * c_stride + p * columns * 4
-                if first == 0 and not matrices:
+                if first == 0:
                     carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
-                if first + deep == inner and not matrices:  # whose tiles' loads wait for the same few places
+                if first + deep == inner:  # whose tiles' loads wait for the same few places
                     for i in range(height):
                         _fetch_to_write(target + i * c_stride)
                         if width > 16:
                             _fetch_to_write(target + i * c_stride + (width - 1) * 4)
-                if matrices:
-                    shape = shaped(height, shape)
-                    byte_matrix_rows(
-                        height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap, first == 0
-                    )
-                elif integer:
+                if integer:
                     byte_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
                 elif mixed:
                     mixed_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
@@ -198,54 +195,67 @@ def _panels(
                     )  # fmt: skip
                 row += height
                 ahead += part
-    if matrices:
-        set_shape(0)
 
 
-@kernel(I64(I64), inline="always")
-def padded(inner):
-    """Numbers of a column of a panel of floats: behind the last one zeros fill up a step of matrix registers."""
-    return (inner + DEEP - 1) // DEEP * DEEP if HAS_AMX else inner
+@kernel(I64(I64, types.boolean), inline="always")
+def matrix_steps(inner, integer):
+    """Of matrix registers, that so many numbers of a row take: the last one is filled up with zeros."""
+    return (inner + DEEP_BYTES - 1) // DEEP_BYTES if integer else (inner + DEEP - 1) // DEEP
+
+
+@kernel(I64(I64, types.boolean), inline="always")
+def padded(inner, integer):
+    """Numbers of a column of a panel, with those zeros."""
+    return matrix_steps(inner, integer) * (DEEP_BYTES if integer else DEEP) if HAS_AMX else inner
 
 
 @linked
-@kernel(types.void(*[I64] * 13, types.boolean))
-def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_stride, own, kept):
-    """As `_panels`, of floats in matrix registers; a: the parts of each 16 rows, as `split_row` leaves them.
+@kernel(types.void(*[I64] * 15))
+def _matrix_panels(t, threads, a, group, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own):
+    """As `_panels` in matrix registers; a: what each 16 rows have become, `group` bytes from one to the next.
 
-    Up to MATRIX_ROWS rows pass a thread's panels in one stream, so that parts of weights are made while others are
-    used; so do some more, each MATRIX_ROWS for themselves. One row, of which a has the parts as `widen_row` leaves
-    them, is for vectors. Of many rows the first ones leave the parts of SPLIT_DEPTH of a panel's weights to the others.
-    Where a panel has more of them, sums of some panels are kept meanwhile, since all parts of long rows would not stay
-    in the second cache. Weights that are `kept` as bfloat16 are their own only part, for all rows.
+    Floats are the sum of parts: see `matrix_tiles`. Up to MATRIX_ROWS rows pass a thread's panels in one stream, so
+    that parts of weights are made while others are used; so do some more, each MATRIX_ROWS for themselves. One row, of
+    which a has the parts in floats, is for vectors. Of many rows the first ones leave the parts of DEPTH_STEPS of a
+    panel's weights to the others. Where a panel has more steps, sums of some panels are kept meanwhile, since all parts
+    of long rows would not stay in the second cache. Weights that are bfloat16 or bytes are their own only part, for all
+    rows; so are rows that are rounded to either.
     """
-    columns, size, line = 16 if kind == GATE else COLUMNS, COLUMNS * 4, COLUMNS * (2 if kept else 4)
-    panels, passes = (outer + columns - 1) // columns, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
+    columns, size, passes = 16 if kind == GATE else COLUMNS, COLUMNS * 4, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
+    integer, split, rounded = w_scale > ROUNDED_BF16, w_scale == 0, w_scale >= ROUNDED_BF16
+    panels = (outer + columns - 1) // columns
     begin, end = panels * t // threads, panels * (t + 1) // threads
-    deep, parts, stream = padded(inner), own + SUMS_SPACE, passes <= SPLIT_STREAMS and not kept
-    pieces = 1 if passes == 1 else (deep + SPLIT_DEPTH - 1) // SPLIT_DEPTH
-    depth = ((deep + pieces - 1) // pieces + DEEP - 1) // DEEP * DEEP
-    together, fetches = SPLIT_PANELS if pieces > 1 else 1, KEPT_FETCHES if kept else SPLIT_FETCHES
-    gap = max(DEEP * line // fetches // max(passes if kept else passes - 1, 1), 1)
+    deep, parts, stream = matrix_steps(inner, integer), own + SUMS_SPACE, split and passes <= SPLIT_STREAMS
+    a_step, w_step = TILE if rounded else TILE * PARTS, FLOAT_STEP if split else PANEL_STEP
+    pieces = 1 if passes == 1 else (deep + DEPTH_STEPS - 1) // DEPTH_STEPS
+    depth = (deep + pieces - 1) // pieces
+    together, fetches = SUMS_PANELS if pieces > 1 else 1, SPLIT_FETCHES if split else WHOLE_FETCHES
+    gap = max(w_step // fetches // max(passes - 1 if split else passes, 1), 1)
     shape, slot = 0, 0
     for low in range(begin, end, together):
         for first in range(0, deep, depth):
             steps, fresh, last = min(depth, deep - first), first == 0, first + depth >= deep
             for p in range(low, min(low + together, end)):
-                at, width = w + (p * deep + first) * line, min(columns, outer - p * columns)
-                fetched = at + (SPLIT_AHEAD if passes == 1 else deep * line)
+                at, width = w + (p * deep + first) * w_step, min(columns, outer - p * columns)
+                scale, excess = w_scale + p * size, w_scale + (panels + p) * size
+                fetched = at + (FAR_AHEAD if passes == 1 else deep * w_step)
                 for row in range(0, rows, MATRIX_ROWS):
-                    height, here = min(rows - row, MATRIX_ROWS), a + row // 16 * group + first // DEEP * GROUP_STEP
+                    height, here = min(rows - row, MATRIX_ROWS), a + row // 16 * group + first * a_step
                     place = own + ((p - low) * LARGEST_BLOCK + row) * size
-                    if rows > 1:
+                    if rows > 1 or integer:
                         shape = shaped(height, shape)
-                    if rows == 1 and kept:
-                        one_kept_row(a, at, steps, place)
-                    elif rows == 1:
+                    if integer:
+                        byte_panel_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
+                    elif rows == 1 and rounded:
+                        one_rounded_row(a, at, steps, place)
+                    elif rows == 1 and split:
                         one_row(a, at, steps, place)
-                    elif kept:
+                    elif rows == 1:
+                        one_kept_row(a, at, steps, place)
+                    elif rounded:
+                        rounded_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
+                    elif not split:
                         kept_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
-                        fetched += gap * fetches * (steps // DEEP)
                     elif stream or row == 0:
                         if passes > 1 or p == begin:
                             split_first(at, parts)
@@ -253,14 +263,15 @@ def _split_panels(t, threads, a, group, rows, inner, w, bias, outer, kind, c, c_
                         split_stream_tile(height, here, group, at, steps, place, parts, slot, ring, fresh)
                     else:
                         split_tile(height, here, group, fetched, steps, place, parts, gap, 0, fresh)
-                        fetched += gap * fetches * (steps // DEEP)
+                    if row or not split:
+                        fetched += gap * fetches * steps
                     if last:
                         _finish(
                             place, height, width, kind, c + row * c_stride + p * columns * 4, c_stride, bias + p * size,
-                            0, 0, 0, 0,
+                            integer, excess, scale, scales + row * 4,
                         )  # fmt: skip
-                if passes == 1 and steps // DEEP % 2:  # the next panel's first step is in the other slot
-                    slot = PANEL_STEP - slot
+                if passes == 1 and steps % 2:  # the next panel's first step is in the other slot
+                    slot = PARTS_STEP - slot
     if shape:
         set_shape(0)
 
@@ -273,34 +284,40 @@ def some_linear(
 ):  # fmt: skip
     """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
     that has them to itself (0 of 1) waits for nobody."""
-    a, stride, scales, integer, split = x, x_stride, x, w_scale > KEPT_BF16, HAS_AMX and w_scale <= KEPT_BF16
-    if norm != 0 or integer or split:
-        few, plain, one = rows <= MATRIX_ROWS if split else rows < ALONE, not (integer or split), inner * 4 + LINE
+    a, stride, scales, integer, rounded = x, x_stride, x, w_scale > ROUNDED_BF16, w_scale == ROUNDED_BF16
+    if norm != 0 or integer or HAS_AMX:
+        few, plain, one = rows <= MATRIX_ROWS if HAS_AMX else rows < ALONE, not (integer or HAS_AMX), inner * 4 + LINE
         begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
         normed = own + TILES_SPACE if few else shared + t * one  # a row, but where rows need nothing else
         a = own + TILES_SPACE + one if few else shared + threads * one
         a += -a % LINE
         stride = one if plain else inner * BYTE + LINE
-        if split:
-            stride = padded(inner) // DEEP * GROUP_STEP
-        scales = a + rows * stride
+        if HAS_AMX:  # of 16 rows
+            stride = matrix_steps(inner, integer) * (TILE if integer or rounded else TILE * PARTS)
+        scales = a + ((rows + 15) // 16 if HAS_AMX else rows) * stride
         for row in range(begin, end):
             here = x + row * x_stride
             if norm != 0:
-                place = a + row * stride if plain else normed
-                norm_row(here, inner, norm, eps, place)
-                here = place
-            if split and rows == 1:
-                widen_row(here, inner, a)
-            elif split:
-                split_row(here, inner, a + row // 16 * stride + row % 16 * LINE)
-            elif not plain:
-                quantize_row(here, inner, a + row * stride, scales + row * 4)
+                to = a + row * stride if plain else normed
+                norm_row(here, inner, norm, eps, to)
+                here = to
+            place = a + (row // 16 * stride + row % 16 * LINE if HAS_AMX else row * stride)
+            if integer:
+                quantize_row(here, inner, place, scales + row * 4)
+            elif HAS_AMX and rounded:
+                if rows == 1:
+                    round_wide_row(here, inner, place)
+                else:
+                    round_row(here, inner, place)
+            elif HAS_AMX:
+                if rows == 1:
+                    widen_row(here, inner, place)
+                else:
+                    split_row(here, inner, place)
         if not few and threads > 1:
             turn = wait(gate, turn, threads)
-    if split:
-        kept = w_scale == KEPT_BF16
-        _split_panels(t, threads, a, stride, rows, inner, w, bias, outer, kind, c, c_stride, own, kept)
+    if HAS_AMX:
+        _matrix_panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
     else:
         _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
     return wait(gate, turn, threads) if threads > 1 else turn
@@ -312,11 +329,11 @@ def linear(
 ):  # fmt: skip
     """x [rows, inner], normed first unless `norm` is 0, times packed w, to c [rows, outer]. For GATE a panel gives 16.
 
-    w: [panels, inner, 32] float32, bias [panels, 32]. If `w_scale` is KEPT_BF16, w is [panels, inner / 2, 32, 2]
-    bfloat16. Unless it is that or 0, w is [panels, inner / 4, 32, 4] int8, or [panels, inner / 2, 32, 2] without VNNI,
-    and w_scale [panels, 32] multiplies its columns; rows of x become whole numbers, each with its own scale. Behind
-    w_scale lies 128 times the sum of every column, int32 [panels, 32], since those numbers are 128 above the values
-    they stand for.
+    w: [panels, inner, 32] float32, bias [panels, 32]. If `w_scale` is KEPT_BF16 or ROUNDED_BF16, w is [panels,
+    inner / 2, 32, 2] bfloat16, and with the second, where there is AMX, x is rounded to that, too. Unless it is one of
+    these or 0, w is [panels, inner / 4, 32, 4] int8, or [panels, inner / 2, 32, 2] without VNNI, and w_scale
+    [panels, 32] multiplies its columns; rows of x become whole numbers, each with its own scale. Behind w_scale lies
+    128 times the sum of every column, int32 [panels, 32], since those numbers are 128 above the values they stand for.
     """
     carray(_longs(space), (1,))[0] = 0
     for t in prange(threads):
