@@ -86,7 +86,7 @@ def serve(
     ] = None,
     quantization: Annotated[Quantization, typer.Option(help="Of the weights.")] = "none",
     device: Annotated[Accelerator, typer.Option(help="What computes; cuda: a GPU for each worker.")] = "cpu",
-    dtype: Annotated[DType, typer.Option(help="Of weights; auto: bfloat16 on GPUs; as they are on CPUs.")] = "auto",
+    dtype: Annotated[DType, typer.Option(help="auto: on GPUs bfloat16, on CPUs weights as they are.")] = "auto",
     kv_cache_dtype: Annotated[
         KVDType, typer.Option(help="Of keys and values; auto on CPUs: float32, float16 beside int8 weights.")
     ] = "auto",
@@ -137,7 +137,8 @@ def serve(
     if device != "cpu" and devices and not places:
         raise ValueError("device: plans are made for CPUs; a fleet on GPUs needs --placement")
     for one in models if devices and device == "cpu" else ():
-        if one.precision != replace(one, dtype="auto").precision:
+        auto = replace(one, dtype="auto")
+        if (one.precision, one.draft_precision) != (auto.precision, auto.draft_precision):
             raise ValueError(
                 f"dtype: plans are made for auto, and {one.name!r} would be held in other numbers; where models share "
                 "devices only auto is valid for it"

@@ -19,10 +19,11 @@ def precision(
 ) -> Precision:  # fmt: skip
     """What the model of the checkpoint in `path` is held in (None: of one in float32).
 
-    `dtype` "auto" is bfloat16 on GPUs. On CPUs, which compute in float32 whatever they hold, weights that are bfloat16
-    there stay it, and "float32" makes floats of them. With `kv_cache_dtype` "auto" keys and values are as what is
-    computed in, but in half precision beside int8, where much more is rounded. Raises ModelError, with the `key` that
-    `quantization` has.
+    `dtype` "auto" is bfloat16 on GPUs. CPUs compute in float32 then, and weights that are bfloat16 in the checkpoint
+    stay it; "float32" makes floats of them. "bfloat16" makes that of all weights but int8, and of what they are
+    multiplied by where the processor has matrix registers for it. With `kv_cache_dtype` "auto" keys and values are as
+    what is computed in, but in half precision beside int8 and "bfloat16", where much more is rounded. Raises
+    ModelError, with the `key` that `quantization` has.
     """
     if quantization not in QUANTIZATIONS:
         raise ModelError(f"{key}: {quantization!r} is not one of {', '.join(QUANTIZATIONS)}")
@@ -31,11 +32,16 @@ def precision(
     if kv_cache_dtype not in ("auto", *KV_DTYPES):
         raise ModelError(f"kv-cache-dtype: {kv_cache_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
     if device == "cpu":
-        if dtype not in ("auto", "float32"):
-            raise ModelError(f"dtype: CPUs compute in float32, not in {dtype}; valid are auto and float32")
-        keeps = HAS_TILES and dtype == "auto" and quantization == "none"
-        weights = KEPT_BFLOAT16 if keeps and path is not None and is_bfloat16(path) else quantization
-        kv = "float16" if quantization == "int8" else "float32"
+        able = ("auto", "float32", "bfloat16") if HAS_TILES else ("auto", "float32")
+        if dtype not in able:
+            raise ModelError(f"dtype: this processor does not compute in {dtype}; valid are {', '.join(able)}")
+        weights = quantization
+        if HAS_TILES and quantization == "none":
+            if dtype == "bfloat16":
+                weights = "bfloat16"
+            elif dtype == "auto" and path is not None and is_bfloat16(path):
+                weights = KEPT_BFLOAT16
+        kv = "float16" if weights in ("int8", "bfloat16") else "float32"
         return Precision(weights, kv if kv_cache_dtype == "auto" else kv_cache_dtype)
     if quantization != "none":
         raise ModelError(f"{key}: {quantization} is for CPUs; on {device} only none is valid")

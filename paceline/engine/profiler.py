@@ -13,6 +13,7 @@ from random import Random
 from time import perf_counter
 
 import numpy as np
+import torch
 
 from paceline.core.batch import StepShape
 from paceline.core.request import SamplingParams
@@ -25,6 +26,7 @@ from paceline.engine.runner import ModelRunner
 from paceline.latency.profile import Measured, Profile, summarize
 from paceline.latency.roofline import Roofline
 from paceline.latency.tiles import sweep_widths
+from paceline.processor import HAS_AMX
 
 LONGEST = 4096  # tokens of context: attention is linear in it, so longer ones would only take longer to measure
 LEAST_RUNS, MOST_RUNS = 2, 12  # of a step, after its first
@@ -120,6 +122,7 @@ def chained(runner: ModelRunner, max_batch: int) -> dict[int, float]:
 def roofline(runner: ModelRunner, quantization: str) -> Roofline:
     """The model's sizes over what the device gives now. A token computes in its own experts only."""
     decoder, config = runner.decoder, runner.decoder.config
+    dtype = torch.bfloat16 if quantization == "bfloat16" and HAS_AMX else decoder.dtype
     token_flop, emit_flop = operations(config)
     expert_bytes = sum(
         config.layer_bytes(layer, quantization) - config.layer_bytes(layer, quantization, experts=0)
@@ -132,7 +135,7 @@ def roofline(runner: ModelRunner, quantization: str) -> Roofline:
         pair_flop=4 * (config.layers - 1) * config.heads * config.head_dim,
         kv_bytes=runner.cache.token_bytes,
         bandwidth=machine.bandwidth(decoder.device),
-        peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(decoder.device, decoder.dtype),
+        peak=machine.int8_gemm_peak() if quantization == "int8" else machine.gemm_peak(decoder.device, dtype),
         expert_bytes=expert_bytes,
         expert_share=config.experts_per_token / config.experts if config.sparse else 1.0,
         working_bytes=runner.info.working_bytes,

@@ -137,7 +137,7 @@ def test_a_given_profile_says_what_texts_take(tmp_path, monkeypatch, lengths):
         (["builtin:coder", "--record", "/nowhere/log"], ["record", "/nowhere"]),
         (["nothing.yaml"], ["nothing.yaml"]),
         (["builtin:coder", "--async-scheduling", "--policy", "orca"], ["async-scheduling", "'orca'", "paceline does"]),
-        (["builtin:coder", "--dtype", "bfloat16"], ["dtype: CPUs compute in float32", "auto and float32"]),
+        (["builtin:coder", "--dtype", "float16"], ["dtype: this processor does not compute in float16", "float32"]),
         (["builtin:coder", "--device", "cuda", "--kv-cache-dtype", "float16"], ["kv-cache-dtype: float16 is for CPUs"]),
         (["builtin:coder", "--device", "cuda", "--quantization", "int8"], ["quantization: int8 is for CPUs", "none"]),
         (["builtin:coder", "--device", "cuda"], ["device: no NVIDIA GPU is visible here", "valid is cpu"]),

@@ -23,6 +23,7 @@ from tests.engine.test_runner import blocks, prompt
 ASKED = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=5)
 KEPT = "kept_bfloat16" if HAS_TILES else "none"
 COMPUTED = (("auto", "none"), ("float32", "none"), ("auto", "int8"))  # --dtype, --quantization on a CPU
+ABLE = "auto, float32, bfloat16" if HAS_TILES else "auto, float32"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def changed(path: Path, to: Path, name: str, dtype: torch.dtype) -> Path:
 @pytest.mark.parametrize(
     ("device", "dtype", "quantization", "message"),
     [
-        ("cpu", "bfloat16", "none", "dtype: CPUs compute in float32, not in bfloat16; valid are auto and float32"),
+        ("cpu", "float16", "none", f"dtype: this processor does not compute in float16; valid are {ABLE}"),
         ("cpu", "half", "none", "dtype: 'half' is not one of auto, float32, bfloat16, float16"),
         ("cpu:0", "auto", "int8", "quantization: int8 is for CPUs; on cpu:0 only none is valid"),
         ("cuda", "auto", "int4", "quantization: 'int4' is not one of none, int8"),
@@ -75,6 +76,8 @@ def test_keys_and_values_are_as_what_is_computed_in_unless_asked_for(halved: Pat
     for asked in KV_DTYPES:
         assert {precision("cpu", *one, halved, asked).kv for one in COMPUTED} == {asked}
     assert [precision("cuda", dtype, "none", halved).kv for dtype in ("auto", *DTYPES)] == ["bfloat16", *DTYPES]
+    if HAS_TILES:
+        assert precision("cpu", "bfloat16", "none", halved).kv == "float16"
 
 
 def test_weights_that_are_bfloat16_stay_it(halved: Path, tmp_path: Path) -> None:
@@ -83,6 +86,9 @@ def test_weights_that_are_bfloat16_stay_it(halved: Path, tmp_path: Path) -> None
 
     assert of(halved) == KEPT
     assert of(halved, dtype="float32") == "none" and of(halved, quantization="int8") == "int8"
+    if HAS_TILES:
+        assert of(halved, dtype="bfloat16") == of(tmp_path / "nowhere", dtype="bfloat16") == "bfloat16"
+        assert of(halved, dtype="bfloat16", quantization="int8") == "int8"
     assert of(halved, "cuda") == "bfloat16"
     assert of(halved, "cuda", "float32") == "none"
     assert of(halved, "cuda:1", "float16") == "float16"
@@ -127,6 +133,31 @@ def test_they_give_the_same_logprobs_in_half_the_memory(halved: Path, kv: str) -
             found[-1].append(runner.step([], works, [])[0])
     assert all(output.logprobs for step in found[0] for output in step)
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not HAS_TILES, reason="refused")
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "draft"])
+def test_weights_become_bfloat16_when_that_is_asked_for(tmp_path: Path, drafts: bool) -> None:
+    """So does what they are multiplied by, with AMX: near what floats give, and a row's bits are its own."""
+    checkpoints.save("qwen2", tmp_path)
+    drafter = str(tmp_path) if drafts else "ngram"
+    options = dict(max_batch_tokens=64, max_batch=4, block_size=4, num_blocks=64, drafter=drafter)
+    rounded = ModelRunner.load(tmp_path, dtype="bfloat16", kv_cache_dtype="float32", **options)
+    floats = ModelRunner.load(tmp_path, **options)
+    decoders = [rounded.decoder, *([rounded.drafter.model.decoder] if drafts else [])]
+    assert {decoder.head.kind for decoder in decoders} == {"tiled_rounded"}
+    weights = decoders[0].config.weight_bytes("bfloat16") + decoders[0].config.table_bytes
+    assert rounded.info.weight_bytes == len(decoders) * weights < floats.info.weight_bytes
+    assert rounded.info.weight_bytes == weight_bytes(tmp_path, Place(), dtype="bfloat16", drafter=drafter)
+    new = [NewSequence(i, prompt(20 + i, i), 20 + i, ASKED) for i in range(3)]
+    works = [SliceWork(i, 0, 20 + i, True, 0, blocks(10 * i, 8)) for i in range(3)]
+    together, exact = (runner.step(new, works, [])[0] for runner in (rounded, floats))
+    for i in range(3):
+        assert together[i].logprobs[0].top_logprobs == pytest.approx(exact[i].logprobs[0].top_logprobs, abs=0.05)
+        alone = NewSequence(9, prompt(20 + i, i), 20 + i, ASKED)
+        output = rounded.step([alone], [SliceWork(9, 0, 20 + i, True, 0, blocks(40, 8))], [])[0][0]
+        rounded.step([], [], [9])
+        assert output.tokens == together[i].tokens and output.logprobs == together[i].logprobs
 
 
 @pytest.mark.skipif(not HAS_TILES, reason="weights become float32")
