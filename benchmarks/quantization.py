@@ -1,4 +1,4 @@
-"""What int8 weights, and half-precision keys and values, cost the built-in models in quality.
+"""What int8 and bfloat16 weights, and half-precision keys and values, cost the built-in models in quality.
 
 Held-out bits per byte, and agreement with float32 on the likeliest token.
 """
@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 from paceline.engine.attention import SliceSpan, plan_step
-from paceline.engine.config import QUANTIZATIONS, ModelConfig
+from paceline.engine.config import ModelConfig
 from paceline.engine.kv_cache import KVCache, kv_dtype
 from paceline.engine.linear import best_kind
 from paceline.engine.model import Decoder, load_decoder
@@ -31,6 +31,7 @@ WAYS = {  # the first in float32 throughout
     "none": Precision("none", "float32"),
     "float16 KV": Precision("none", "float16"),
     "int8": Precision("int8", "float16"),
+    "bfloat16": Precision("bfloat16", "float16"),  # with AMX activations, too
 }
 
 
@@ -49,7 +50,8 @@ def run(name: str) -> dict:
     files = [file for file in read_corpus() if file.held_out]
     stream = token_stream(Tokenizer.from_file(str(path / "tokenizer.json")), files, cut_seed=None).astype(int).tolist()
     config = ModelConfig.load(path)
-    loaded = {q: load_decoder(Checkpoint(path), config, kind=best_kind("cpu", q)) for q in QUANTIZATIONS}
+    kinds = {held.weights for held in WAYS.values()}
+    loaded = {kind: load_decoder(Checkpoint(path), config, kind=best_kind("cpu", kind)) for kind in kinds}
     nats, best, agree = dict.fromkeys(WAYS, 0.0), {}, dict.fromkeys(WAYS, 0)
     for start in range(0, len(stream) - 1, STRIDE):
         piece = stream[max(0, start - STRIDE) : start + STRIDE + 1]

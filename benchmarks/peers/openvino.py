@@ -1,6 +1,7 @@
 """OpenVINO GenAI: the continuous batching pipeline, or the single-stream one (SDPA) with `{"pipeline": "llm"}`.
 
-fp32 is computed in float32, and so is bf16, whose weights it takes as float16. int8: 8-bit weights by `optimum-cli
+fp32 is computed in float32, and so is bf16, whose weights it takes as float16, unless `{"hint": "bf16"}` says as what
+else. int8: 8-bit weights by `optimum-cli
 export openvino --weight-format int8` (NNCF, asymmetric, by output channel); activations are quantized or rounded, and
 the KV cache is kept, in the precision that the runtime takes by itself. Prefix caching is off.
 """
@@ -30,19 +31,20 @@ def sampling(tokens: int) -> genai.GenerationConfig:
     return config
 
 
-def properties(precision: str) -> dict:
-    exact = {"INFERENCE_PRECISION_HINT": "f32"} if precision != "int8" else {}
-    return {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": THREADS} | exact
+def properties(precision: str, hint: str = "f32") -> dict:
+    computed = {"INFERENCE_PRECISION_HINT": hint} if precision != "int8" else {}
+    return {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": THREADS} | computed
 
 
 class Batching:
     """Steps of at most `budget` tokens, prompts in chunks."""
 
-    def __init__(self, model: Path, precision: str, budget: int) -> None:
+    def __init__(self, model: Path, precision: str, budget: int, hint: str) -> None:
         limits = genai.SchedulerConfig()
         limits.max_num_batched_tokens, limits.enable_prefix_caching = budget, False
-        self.pipeline = genai.ContinuousBatchingPipeline(model, limits, "CPU", properties(precision))
-        self.about = f"openvino-genai {genai.__version__}, continuous batching, {budget} tokens a step, LATENCY hint"
+        self.pipeline = genai.ContinuousBatchingPipeline(model, limits, "CPU", properties(precision, hint))
+        how = f"{budget} tokens a step, LATENCY hint" + ("" if precision == "int8" else f", computed in {hint}")
+        self.about = f"openvino-genai {genai.__version__}, continuous batching, {how}"
 
     def run(self, prompts: list[list[int]], outputs: list[int]) -> Tokens:
         result = Tokens(len(prompts))
@@ -93,7 +95,7 @@ def load(checkpoint: Path, precision: str, options: dict, cache: Path) -> Batchi
     model = converted(cache, f"{checkpoint.name}-{precision}", lambda out: export(checkpoint, precision, out))
     if options.get("pipeline") == "llm":
         return SingleStream(model, precision)
-    return Batching(model, precision, options["budget"])
+    return Batching(model, precision, options["budget"], options.get("hint", "f32"))
 
 
 if __name__ == "__main__":

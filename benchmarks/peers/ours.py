@@ -1,6 +1,7 @@
 """Paceline itself: one engine and its scheduler in one process, `budget` tokens a step.
 
-Keys and values are float32, beside int8 weights in half precision, unless `kv_cache_dtype` says otherwise.
+Keys and values are float32, beside int8 weights and with `dtype` bfloat16 in half precision, unless `kv_cache_dtype`
+says otherwise.
 """
 
 from pathlib import Path
@@ -41,6 +42,7 @@ def load(checkpoint: Path, precision: str, options: dict, cache: Path) -> Ours:
         max_batch=BATCH,
         num_blocks=BLOCKS,
         quantization="int8" if precision == "int8" else "none",
+        dtype=options.get("dtype", "auto"),
         kv_cache_dtype=options.get("kv_cache_dtype", "auto"),
     )
     return Ours(runner, options["budget"])
