@@ -88,7 +88,7 @@ def serve(
     device: Annotated[Accelerator, typer.Option(help="What computes; cuda: a GPU for each worker.")] = "cpu",
     dtype: Annotated[DType, typer.Option(help="auto: on GPUs bfloat16, on CPUs weights as they are.")] = "auto",
     kv_cache_dtype: Annotated[
-        KVDType, typer.Option(help="Of keys and values; auto on CPUs: float32, float16 beside int8 weights.")
+        KVDType, typer.Option(help="Of keys and values; auto on CPUs: float32, with int8 or bfloat16 float16.")
     ] = "auto",
     max_batch: Annotated[int, typer.Option(min=1, help="Sequences that run at a time.")] = 256,
     max_waiting: Annotated[int, typer.Option(min=1, help="Sequences that wait; more are answered 503.")] = 1024,
