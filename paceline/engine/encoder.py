@@ -192,6 +192,7 @@ def encoder_part(config: EncoderConfig, place: Place) -> tuple[range, range]:
     return layers, range(place.rank * own, (place.rank + 1) * own)
 
 
+@pages.side_by_side()
 def load_encoder(
     checkpoint: Checkpoint,
     config: EncoderConfig,

@@ -12,7 +12,7 @@ timing, so that the same machine always gives the same bits.
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -196,6 +196,7 @@ class Weights:
         lines = kernels.padded(inner, held == torch.int8) // together
         # a tile may read one step more, to be ready for the next panel
         memory = pages.zeros((panels * lines + kernels.DEEP, kernels.COLUMNS, together), held)
+        finalize(self, pages.give_back, memory).atexit = False
         self.packed = memory[: panels * lines].unflatten(0, (panels, lines))[:, : inner // together]
         if held == torch.float32:
             self.packed = self.packed.squeeze(-1)

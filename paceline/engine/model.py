@@ -370,6 +370,7 @@ class _Loader:
         )
 
 
+@pages.side_by_side()
 def load_decoder(
     checkpoint: Checkpoint,
     config: ModelConfig,

@@ -6,13 +6,19 @@ Xeon (Cascade Lake) took 13.6 ms to pass one row over 138 MB of weights, in larg
 
 import ctypes
 import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 LINUX = hasattr(mmap, "MADV_HUGEPAGE")
 LARGE = 2 << 20  # bytes of a page
+SHARED, APART = 64 << 20, 64  # bytes of a mapping that tensors share; where one begins is a multiple of the second
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+_local = threading.local()  # room: the rest of a mapping that is shared; None or missing: none is
 
 
 def zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -20,13 +26,44 @@ def zeros(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype = torch.float3
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if not LINUX or not nbytes:
         return torch.zeros(shape, dtype=dtype)
-    # A mapping may begin anywhere, so one large page more is mapped. What is left at the end is in small ones.
-    memory = _mapped(nbytes + LARGE)
+    room: Tensor | None = getattr(_local, "room", None)
+    if room is None or nbytes > SHARED:
+        return _large(nbytes).view(dtype).view(shape)
+    if len(room) < nbytes:
+        room = _large(SHARED)
+    _local.room = room[-(-nbytes // APART) * APART :]
+    return room[:nbytes].view(dtype).view(shape)
+
+
+@contextmanager
+def side_by_side() -> Iterator[None]:
+    """What `zeros` makes in this thread meanwhile shares large pages: a matrix of less than one is in none else.
+
+    The system has a mapping back when the last tensor in it is gone, and what `give_back` is told before.
+    """
+    before, _local.room = getattr(_local, "room", None), torch.empty(0, dtype=torch.uint8)
+    try:
+        yield
+    finally:
+        _local.room = before
+
+
+def give_back(tensor: Tensor) -> None:
+    """To the system, the pages that are all of a tensor of `zeros`, which nobody reads or writes any more."""
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    begin, end = -(-begin // LARGE) * LARGE, end // LARGE * LARGE
+    if LINUX and begin < end:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def _large(nbytes: int) -> Tensor:
+    """Bytes from the beginning of a large page on. What is left at their end is in small ones."""
+    memory = _mapped(nbytes + LARGE)  # which may begin anywhere
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     begin, large = -whole.data_ptr() % LARGE, nbytes // LARGE * LARGE
     if large:
         memory.madvise(mmap.MADV_HUGEPAGE, begin, large)
-    return whole[begin : begin + nbytes].view(dtype).view(shape)
+    return whole[begin : begin + nbytes]
 
 
 def reserved(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> tuple[mmap.mmap, Tensor]:
