@@ -108,5 +108,4 @@ def _split_row_of(wide: bool, parts: int = PARTS):
     return split
 
 
-split_row, widen_row = _split_row_of(False), _split_row_of(True)
-round_row, round_wide_row = _split_row_of(False, 1), _split_row_of(True, 1)
+split_row, widen_row, round_row = _split_row_of(False), _split_row_of(True), _split_row_of(False, 1)

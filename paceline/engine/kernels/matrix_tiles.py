@@ -211,14 +211,14 @@ split_stream_tile, split_tile, kept_tile = _panel_tile_of(streams=True), _panel_
 rounded_tile, byte_panel_tile = (_panel_tile_of(kept=True, parts=1, integer=integer) for integer in (False, True))
 
 
-def _one_row_assembly(kept: bool, parts: int) -> str:
+def _one_row_assembly(kept: bool) -> str:
     """The same products of one row in vectors, since matrix registers slow a core down, and rounded as there.
 
     Those sum the products of even numbers of a step and those of odd ones, add both and then that to what was there.
     """
     a, w, steps, c = REGISTERS[:4]
     whole, (upper, middle, rest), totals = "%zmm31", (weights := ("%zmm28", "%zmm29", "%zmm30")), ("%zmm26", "%zmm27")
-    products = _products(kept, parts)
+    products = _products(kept, PARTS)
     sums = [[f"%zmm{12 * half + i}" for i in range(2 * len(products))] for half in (0, 1)]  # each product's two
     lines = [*KEEP_UPPER, *(f"vpxord {total}, {total}, {total}" for total in totals), "1:"]
     lines += [f"vpxord {one}, {one}, {one}" for some in sums for one in some]
@@ -239,25 +239,25 @@ def _one_row_assembly(kept: bool, parts: int) -> str:
     for total, some in zip(totals, sums, strict=True):
         for even, odd in zip(some[::2], some[1::2], strict=True):
             lines += [f"vaddps {odd}, {even}, {even}", f"vaddps {even}, {total}, {total}"]
-    lines += [f"addq $${4 * parts * DEEP}, {a}", f"addq $${PANEL_STEP if kept else FLOAT_STEP}, {w}"]
+    lines += [f"addq $${4 * PARTS * DEEP}, {a}", f"addq $${PANEL_STEP if kept else FLOAT_STEP}, {w}"]
     lines += [f"decq {steps}", "jg 1b"]
     return "\n".join([*lines, *(f"vmovups {total}, {LINE * half}({c})" for half, total in enumerate(totals))])
 
 
-def _one_row_of(kept: bool, parts: int = PARTS):
-    """As a tile that streams, or of weights that are `kept`, of one row a [steps, parts, DEEP] float32, to c,
+def _one_row_of(kept: bool):
+    """As a tile that streams, or of weights that are `kept`, of one row a [steps, PARTS, DEEP] float32, to c,
     which is written."""
 
     @by_hand(*[I64] * 4)
     def one_row(builder, a, w, steps, c):
         if HAS_AMX:
             lost = ["%r14", *(f"%zmm{i}" for i in range(32))]
-            builder.call(assembled(_one_row_assembly(kept, parts), REGISTERS[:4], lost), [a, w, steps, c])
+            builder.call(assembled(_one_row_assembly(kept), REGISTERS[:4], lost), [a, w, steps, c])
 
     return one_row
 
 
-one_row, one_kept_row, one_rounded_row = _one_row_of(False), _one_row_of(True), _one_row_of(True, 1)
+one_row, one_kept_row = _one_row_of(False), _one_row_of(True)
 
 
 @by_hand(I64, I64)

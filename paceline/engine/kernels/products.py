@@ -38,12 +38,11 @@ from paceline.engine.kernels.common import (
     by_hand,
     kernel,
 )
-from paceline.engine.kernels.inputs import norm_row, quantize_row, round_row, round_wide_row, split_row, widen_row
+from paceline.engine.kernels.inputs import norm_row, quantize_row, round_row, split_row, widen_row
 from paceline.engine.kernels.matrix_tiles import (
     byte_panel_tile,
     kept_tile,
     one_kept_row,
-    one_rounded_row,
     one_row,
     rounded_tile,
     set_shape,
@@ -215,11 +214,11 @@ def _matrix_panels(t, threads, a, group, scales, rows, inner, w, w_scale, bias, 
     """As `_panels` in matrix registers; a: what each 16 rows have become, `group` bytes from one to the next.
 
     Floats are the sum of parts: see `matrix_tiles`. Up to MATRIX_ROWS rows pass a thread's panels in one stream, so
-    that parts of weights are made while others are used; so do some more, each MATRIX_ROWS for themselves. One row, of
-    which a has the parts in floats, is for vectors. Of many rows the first ones leave the parts of DEPTH_STEPS of a
-    panel's weights to the others. Where a panel has more steps, sums of some panels are kept meanwhile, since all parts
-    of long rows would not stay in the second cache. Weights that are bfloat16 or bytes are their own only part, for all
-    rows; so are rows that are rounded to either.
+    that parts of weights are made while others are used; so do some more, each MATRIX_ROWS for themselves. Of many rows
+    the first ones leave the parts of DEPTH_STEPS of a panel's weights to the others. Where a panel has more steps, sums
+    of some panels are kept meanwhile, since all parts of long rows would not stay in the second cache. Weights that are
+    bfloat16 or bytes are their own only part, for all rows; so are rows that are rounded to either. A single row of
+    parts, of which a has them in floats, is for vectors.
     """
     columns, size, passes = 16 if kind == GATE else COLUMNS, COLUMNS * 4, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
     integer, split, rounded = w_scale > ROUNDED_BF16, w_scale == 0, w_scale >= ROUNDED_BF16
@@ -242,18 +241,16 @@ def _matrix_panels(t, threads, a, group, scales, rows, inner, w, w_scale, bias, 
                 for row in range(0, rows, MATRIX_ROWS):
                     height, here = min(rows - row, MATRIX_ROWS), a + row // 16 * group + first * a_step
                     place = own + ((p - low) * LARGEST_BLOCK + row) * size
-                    if rows > 1 or integer:
+                    if rows > 1 or rounded:
                         shape = shaped(height, shape)
                     if integer:
                         byte_panel_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
-                    elif rows == 1 and rounded:
-                        one_rounded_row(a, at, steps, place)
+                    elif rounded:
+                        rounded_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
                     elif rows == 1 and split:
                         one_row(a, at, steps, place)
                     elif rows == 1:
                         one_kept_row(a, at, steps, place)
-                    elif rounded:
-                        rounded_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
                     elif not split:
                         kept_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
                     elif stream or row == 0:
@@ -305,15 +302,11 @@ def some_linear(
             if integer:
                 quantize_row(here, inner, place, scales + row * 4)
             elif HAS_AMX and rounded:
-                if rows == 1:
-                    round_wide_row(here, inner, place)
-                else:
-                    round_row(here, inner, place)
+                round_row(here, inner, place)
+            elif HAS_AMX and rows == 1:
+                widen_row(here, inner, place)
             elif HAS_AMX:
-                if rows == 1:
-                    widen_row(here, inner, place)
-                else:
-                    split_row(here, inner, place)
+                split_row(here, inner, place)
         if not few and threads > 1:
             turn = wait(gate, turn, threads)
     if HAS_AMX:
