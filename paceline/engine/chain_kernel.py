@@ -23,7 +23,7 @@ from paceline.engine.kernels.layers import (
     some_layers,
 )
 from paceline.engine.kernels.products import some_linear
-from paceline.engine.kernels.threads import wait
+from paceline.engine.kernels.threads import open_gate, own_space_of, wait
 from paceline.engine.sample_kernels import draw_some, some_log_probs
 
 _TABLE, _NUMBERS = types.float32[:, ::1], types.float64[:, ::1]
@@ -68,7 +68,8 @@ def _some(
     """A thread's share of `run`."""
     hidden, turn = shape[HIDDEN], 0
     norm, weights, scales, bias, vocabulary = head[0], head[1], head[2], head[3], head[4]
-    gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
+    gate = buffers[SPACE]
+    own, shared = own_space_of(gate, t, threads, own_space), own_space_of(gate, threads, threads, own_space)
     places = np.empty(lines.shape[0], np.int64)
     for k in range(counts.shape[0]):
         rows, at, draws = counts[k], min(k, logits.shape[0] - 1), False
@@ -111,7 +112,7 @@ def run(
     [passes or 1, rows, vocabulary]; streams uint64 [rows]; numbers float64 [rows, 4] as in
     `sample_kernels.draw_rows`, and `whole` those that take all.
     """
-    carray(longs(buffers[SPACE]), (1,))[0] = 0
+    open_gate(buffers[SPACE], threads)
     for w in range(plans.shape[0]):  # to slices a parallel kernel would assign in parallel
         plans[w, ROW_TABLE], plans[w, ROW_WIDTH] = tables.ctypes.data, tables.shape[1]
     if threads == 1:

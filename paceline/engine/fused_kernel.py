@@ -36,7 +36,7 @@ from paceline.engine.kernels.layers import (
 )
 from paceline.engine.kernels.products import some_linear
 from paceline.engine.kernels.rows import most_of_run
-from paceline.engine.kernels.threads import wait
+from paceline.engine.kernels.threads import open_gate, own_space_of, wait
 from paceline.engine.layout import BEGIN, BLOCKS, FIELDS, LENGTH, START, place_rows, place_tokens
 from paceline.engine.sample_kernels import _as_float, draw_some
 from paceline.engine.verdict_kernel import ASKED, describe_some, judge_some
@@ -154,7 +154,8 @@ def _some(
 ):  # fmt: skip
     """A thread's share of `run`."""
     hidden, vocabulary = shape[HIDDEN], logits.shape[1]
-    gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
+    gate = buffers[SPACE]
+    own, shared = own_space_of(gate, t, threads, own_space), own_space_of(gate, threads, threads, own_space)
     turn = some_layers(
         t, threads, 0, rows, eps, layers, shape, plan[1], plan[2], last[1], last[2], kept, buffers, own_space, apart
     )
@@ -201,7 +202,7 @@ def run(
         return known
     kept, read = _placed(slices, rows, shape, buffers, turns)
     plan, last = _attending(slices, shape, windows, threads), _attending(read, shape, windows, threads)
-    carray(longs(buffers[SPACE]), (1,))[0] = 0
+    open_gate(buffers[SPACE], threads)
     for t in prange(threads):
         _some(
             t, threads, rows, eps, layers, shape, plan, last, kept, buffers, own_space, apart, head, logits, draws,

@@ -24,7 +24,7 @@ from paceline.engine.kernels.passes import block_of
 from paceline.engine.kernels.products import some_linear
 from paceline.engine.kernels.rotations import rotate_rows
 from paceline.engine.kernels.rows import heads_together, row_floats, some_rows
-from paceline.engine.kernels.threads import wait
+from paceline.engine.kernels.threads import open_gate, own_space_of, wait
 
 # Columns of a layer's line in the table of addresses, and of a window's and a chunk's line in a step's plan.
 QKV, OUT, GATE_UP, DOWN = 0, 3, 6, 9  # weights, their scales (or 0), bias
@@ -51,7 +51,8 @@ def some_layers(
     size, element = shape[SIZE_], shape[ELEMENT]
     mixed_stride, inside_stride = q_heads * dims * 4 + LINE, inner * 4 + LINE
     x, heads, mixed, inside = buffers[X], buffers[HEADS], buffers[MIXED], buffers[INSIDE]
-    gate, own, shared = buffers[SPACE], buffers[SPACE] + 64 + t * own_space, buffers[SPACE] + 64 + threads * own_space
+    gate = buffers[SPACE]
+    own, shared = own_space_of(gate, t, threads, own_space), own_space_of(gate, threads, threads, own_space)
     longest = max(plans[:, RUN_LONGEST].max(), last_plans[:, RUN_LONGEST].max())
     runs = max(plans[:, RUN_COUNT].max(), last_plans[:, RUN_COUNT].max())
     most = max(plans[:, RUN_MOST].max(), last_plans[:, RUN_MOST].max())
@@ -59,9 +60,9 @@ def some_layers(
     mine = np.empty(row_floats(together, most, group, dims, longest), np.float32)
     work = np.zeros(block_floats(group, dims) if chunks.shape[0] else 1, np.float32)
     begin, end = rows * t // threads, rows * (t + 1) // threads
-    part, parts, low, high, prepared, between = t, threads, 0, rows, shared, inside
+    part, parts, at, low, high, prepared, between = t, threads, gate, 0, rows, shared, inside
     if apart:
-        part, parts, low, high, prepared = 0, 1, begin, end, own + TILES_SPACE
+        part, parts, at, low, high, prepared = 0, 1, gate + t * LINE, begin, end, own + TILES_SPACE
         between += t * LARGEST_BLOCK * inside_stride
     block = block_of(high - low)
     for index in range(layers.shape[0]):
@@ -71,7 +72,7 @@ def some_layers(
         keys, values = layer[LAYER_KEYS], layer[LAYER_VALUES]
         for first in range(low, high, block):
             turn = some_linear(
-                part, parts, gate, turn, x + first * hidden * 4, hidden * 4, layer[INPUT_NORM], eps,
+                part, parts, at, turn, x + first * hidden * 4, hidden * 4, layer[INPUT_NORM], eps,
                 min(block, high - first), hidden, layer[QKV], layer[QKV + 1], layer[QKV + 2], width, STORE,
                 heads + first * width * 4, width * 4, prepared, own,
             )  # fmt: skip
@@ -97,7 +98,7 @@ def some_layers(
         turn = wait(gate, turn, threads)
         if narrows:
             rows = kept.shape[0]
-            part, parts, low, high, prepared, between = t, threads, 0, rows, shared, inside
+            part, parts, at, low, high, prepared, between = t, threads, gate, 0, rows, shared, inside
             block = block_of(max(rows, 1))
             if t == 0:
                 for row in range(rows):
@@ -107,15 +108,15 @@ def some_layers(
         for first in range(low, high, block):
             count, some = min(block, high - first), x + first * hidden * 4
             turn = some_linear(
-                part, parts, gate, turn, mixed + first * mixed_stride, mixed_stride, 0, eps, count, q_heads * dims,
+                part, parts, at, turn, mixed + first * mixed_stride, mixed_stride, 0, eps, count, q_heads * dims,
                 layer[OUT], layer[OUT + 1], layer[OUT + 2], hidden, ADD, some, hidden * 4, prepared, own,
             )  # fmt: skip
             turn = some_linear(
-                part, parts, gate, turn, some, hidden * 4, layer[POST_NORM], eps, count, hidden, layer[GATE_UP],
+                part, parts, at, turn, some, hidden * 4, layer[POST_NORM], eps, count, hidden, layer[GATE_UP],
                 layer[GATE_UP + 1], layer[GATE_UP + 2], inner, GATE, between, inside_stride, prepared, own,
             )  # fmt: skip
             turn = some_linear(
-                part, parts, gate, turn, between, inside_stride, 0, eps, count, inner, layer[DOWN], layer[DOWN + 1],
+                part, parts, at, turn, between, inside_stride, 0, eps, count, inner, layer[DOWN], layer[DOWN + 1],
                 layer[DOWN + 2], hidden, ADD, some, hidden * 4, prepared, own,
             )  # fmt: skip
         if t == 0:
@@ -134,7 +135,7 @@ def decoder_layers(
 
     Where fewer rows are `kept` the last layer has a plan of its own, and they are the first rows of X in the end.
     """
-    carray(_longs(buffers[SPACE]), (1,))[0] = 0
+    open_gate(buffers[SPACE], threads)
     for t in prange(threads):
         some_layers(
             t, threads, 0, rows, eps, layers, shape, plans, chunks, last_plans, last_chunks, kept, buffers, own_space,

@@ -5,7 +5,6 @@ from numba import carray, prange, types
 
 from paceline.compiled import linked
 from paceline.engine.addresses import floats as _floats
-from paceline.engine.addresses import longs as _longs
 from paceline.engine.kernels import vectors as v
 from paceline.engine.kernels.common import (
     ADD,
@@ -59,12 +58,13 @@ from paceline.engine.kernels.passes import (
     mixed_rows,
     shaped,
 )
-from paceline.engine.kernels.threads import wait
+from paceline.engine.kernels.threads import begin_shares, next_of, open_gate, own_space_of, wait
 from paceline.engine.kernels.vectors import FLOAT, SIDES, VECTOR, WHOLE
 from paceline.processor import HAS_AMX
 
 SPLIT_STREAMS = 3  # passes of rows up to which each makes the parts of weights itself: from the first cache it takes
 # 240 ns a step of 32 rows with them; where one leaves them to others it takes 340, and these 210
+TAKEN = 65536  # bytes of weights that a thread takes of a share, at least: whoever takes waits until all is written
 DEPTH = 1024  # weights of a panel that stay in the second cache while all rows pass: DEPTH x COLUMNS floats
 
 
@@ -150,50 +150,54 @@ def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scal
 
 
 @linked
-@kernel(types.void(*[I64] * 15))
+@kernel(types.void(*[I64] * 17))
 def _panels(
-    t, threads, a, a_stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, sums
+    t, threads, gate, turn, a, a_stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, sums
 ):
-    """A thread's share of the panels of a product in vectors: a [rows, inner], prepared, times w to c [rows, outer]."""
+    """What a thread takes of a product's panels, in vectors: a [rows, inner], prepared, times w to c [rows, outer]."""
     columns = 16 if kind == GATE else COLUMNS
     panels = (outer + columns - 1) // columns
     integer, mixed = w_scale > ROUNDED_BF16, w_scale != 0
     a_size, size, each = (BYTE, 1, 4) if integer else (4, 2, 2) if mixed else (4, 4, 1)  # each: numbers of a step
     parts = (inner + DEPTH * 4 // size - 1) // (DEPTH * 4 // size)
     depth = ((inner + parts - 1) // parts + 7) // 8 * 8
-    for p in range(panels * t // threads, panels * (t + 1) // threads):
-        width = min(columns, outer - p * columns)
-        scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
-        for first in range(0, inner, depth):
-            deep = min(depth, inner - first)
-            steps = deep // each
-            at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
-            ahead, gap, part = fetching(rows, at, nbytes, at + nbytes)
-            row = 0
-            while row < rows:
-                height = height_of(rows - row, False)
-                here, place = a + row * a_stride + first * a_size, sums + row * COLUMNS * 4
-                target = c + row * c_stride + p * columns * 4
-                if first == 0:
-                    carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
-                if first + deep == inner:  # whose tiles' loads wait for the same few places
-                    for i in range(height):
-                        _fetch_to_write(target + i * c_stride)
-                        if width > 16:
-                            _fetch_to_write(target + i * c_stride + (width - 1) * 4)
-                if integer:
-                    byte_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
-                elif mixed:
-                    mixed_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
-                else:
-                    float_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
-                if first + deep == inner:
-                    _finish(
-                        place, height, width, kind, target, c_stride, bias + p * COLUMNS * 4, integer, excess, scale,
-                        scales + row * 4,
-                    )  # fmt: skip
-                row += height
-                ahead += part
+    together = max(1, TAKEN // (inner * COLUMNS * size))
+    low, high, empty = next_of(gate, turn, t, threads, panels, together, 0)
+    while low < high:
+        for p in range(low, high):
+            width = min(columns, outer - p * columns)
+            scale, excess = w_scale + p * COLUMNS * 4, w_scale + (panels + p) * COLUMNS * 4
+            for first in range(0, inner, depth):
+                deep = min(depth, inner - first)
+                steps = deep // each
+                at, nbytes = w + (p * inner + first) * COLUMNS * size, deep * COLUMNS * size
+                ahead, gap, part = fetching(rows, at, nbytes, at + nbytes)
+                row = 0
+                while row < rows:
+                    height = height_of(rows - row, False)
+                    here, place = a + row * a_stride + first * a_size, sums + row * COLUMNS * 4
+                    target = c + row * c_stride + p * columns * 4
+                    if first == 0:
+                        carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
+                    if first + deep == inner:  # whose tiles' loads wait for the same few places
+                        for i in range(height):
+                            _fetch_to_write(target + i * c_stride)
+                            if width > 16:
+                                _fetch_to_write(target + i * c_stride + (width - 1) * 4)
+                    if integer:
+                        byte_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
+                    elif mixed:
+                        mixed_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
+                    else:
+                        float_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
+                    if first + deep == inner:
+                        _finish(
+                            place, height, width, kind, target, c_stride, bias + p * COLUMNS * 4, integer, excess,
+                            scale, scales + row * 4,
+                        )  # fmt: skip
+                    row += height
+                    ahead += part
+        low, high, empty = next_of(gate, turn, t, threads, panels, together, empty)
 
 
 @kernel(I64(I64, types.boolean), inline="always")
@@ -209,8 +213,10 @@ def padded(inner, integer):
 
 
 @linked
-@kernel(types.void(*[I64] * 15))
-def _matrix_panels(t, threads, a, group, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own):
+@kernel(types.void(*[I64] * 17))
+def _matrix_panels(
+    t, threads, gate, turn, a, group, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own
+):
     """As `_panels` in matrix registers; a: what each 16 rows have become, `group` bytes from one to the next.
 
     Floats are the sum of parts: see `matrix_tiles`. Up to MATRIX_ROWS rows pass a thread's panels in one stream, so
@@ -223,18 +229,19 @@ def _matrix_panels(t, threads, a, group, scales, rows, inner, w, w_scale, bias, 
     columns, size, passes = 16 if kind == GATE else COLUMNS, COLUMNS * 4, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
     integer, split, rounded = w_scale > ROUNDED_BF16, w_scale == 0, w_scale >= ROUNDED_BF16
     panels = (outer + columns - 1) // columns
-    begin, end = panels * t // threads, panels * (t + 1) // threads
     deep, parts, stream = matrix_steps(inner, integer), own + SUMS_SPACE, split and passes <= SPLIT_STREAMS
     a_step, w_step = TILE if rounded else TILE * PARTS, FLOAT_STEP if split else PANEL_STEP
     pieces = 1 if passes == 1 else (deep + DEPTH_STEPS - 1) // DEPTH_STEPS
     depth = (deep + pieces - 1) // pieces
-    together, fetches = SUMS_PANELS if pieces > 1 else 1, SPLIT_FETCHES if split else WHOLE_FETCHES
+    fetches = SPLIT_FETCHES if split else WHOLE_FETCHES
+    together = SUMS_PANELS if pieces > 1 else max(1, min(TAKEN // (deep * w_step), SUMS_PANELS))
     gap = max(w_step // fetches // max(passes - 1 if split else passes, 1), 1)
-    shape, slot = 0, 0
-    for low in range(begin, end, together):
+    shape, slot, ready = 0, 0, -1  # ready: the panel whose first parts are made
+    low, high, empty = next_of(gate, turn, t, threads, panels, together, 0)
+    while low < high:
         for first in range(0, deep, depth):
             steps, fresh, last = min(depth, deep - first), first == 0, first + depth >= deep
-            for p in range(low, min(low + together, end)):
+            for p in range(low, high):
                 at, width = w + (p * deep + first) * w_step, min(columns, outer - p * columns)
                 scale, excess = w_scale + p * size, w_scale + (panels + p) * size
                 fetched = at + (FAR_AHEAD if passes == 1 else deep * w_step)
@@ -254,8 +261,8 @@ def _matrix_panels(t, threads, a, group, scales, rows, inner, w, w_scale, bias, 
                     elif not split:
                         kept_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
                     elif stream or row == 0:
-                        if passes > 1 or p == begin:
-                            split_first(at, parts)
+                        if passes > 1 or p != ready:
+                            split_first(at, parts + slot)
                         ring = -1 if stream else 1
                         split_stream_tile(height, here, group, at, steps, place, parts, slot, ring, fresh)
                     else:
@@ -269,6 +276,8 @@ def _matrix_panels(t, threads, a, group, scales, rows, inner, w, w_scale, bias, 
                         )  # fmt: skip
                 if passes == 1 and steps % 2:  # the next panel's first step is in the other slot
                     slot = PARTS_STEP - slot
+                ready = p + 1
+        low, high, empty = next_of(gate, turn, t, threads, panels, together, empty)
     if shape:
         set_shape(0)
 
@@ -309,10 +318,13 @@ def some_linear(
                 split_row(here, inner, place)
         if not few and threads > 1:
             turn = wait(gate, turn, threads)
+    begin_shares(gate, turn, t, threads)
     if HAS_AMX:
-        _matrix_panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
+        _matrix_panels(
+            t, threads, gate, turn, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own
+        )  # fmt: skip
     else:
-        _panels(t, threads, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
+        _panels(t, threads, gate, turn, a, stride, scales, rows, inner, w, w_scale, bias, outer, kind, c, c_stride, own)
     return wait(gate, turn, threads) if threads > 1 else turn
 
 
@@ -328,10 +340,10 @@ def linear(
     [panels, 32] multiplies its columns; rows of x become whole numbers, each with its own scale. Behind w_scale lies
     128 times the sum of every column, int32 [panels, 32], since those numbers are 128 above the values they stand for.
     """
-    carray(_longs(space), (1,))[0] = 0
+    open_gate(space, threads)
     for t in prange(threads):
-        own = space + 64 + t * own_space
-        shared = space + 64 + threads * own_space
+        own = own_space_of(space, t, threads, own_space)
+        shared = own_space_of(space, threads, threads, own_space)
         turn, block = 0, block_of(rows)
         for first in range(0, rows, block):
             turn = some_linear(

@@ -10,13 +10,15 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import prange, types
+from numba import carray, prange, types
 from numba.extending import intrinsic
 
 from paceline.engine import pages
+from paceline.engine.addresses import longs as _longs
 from paceline.engine.kernels.common import (
     ALONE,
     DEEP,
+    I64,
     LARGEST_BLOCK,
     LINE,
     LONG,
@@ -76,6 +78,56 @@ def wait(context, gate, turn, threads):
     return types.int64(types.int64, types.int64, types.int64), generate
 
 
+@intrinsic
+def _next(context, counter):
+    """Adds one to a counter; returns what it was."""
+
+    def generate(context, builder, signature, arguments):
+        counter = builder.inttoptr(arguments[0], LONG.as_pointer())
+        return builder.atomic_rmw("add", counter, LONG(1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+TURNS_AHEAD = LINE // 8  # counters of a thread: of what was taken of its share, in this turn and the next ones
+
+
+@kernel(types.void(I64, I64))
+def open_gate(space, threads):
+    """To be called before a parallel region whose threads wait for each other and share works at `space`: a line for
+    the gate, then one for each thread's counters."""
+    carray(_longs(space), (TURNS_AHEAD * (1 + threads),))[:] = 0
+
+
+@kernel(I64(I64, I64, I64, I64), inline="always")
+def own_space_of(space, t, threads, own_space):
+    """Where a thread's own work space begins, or with t = threads what they share."""
+    return space + LINE * (1 + threads) + t * own_space
+
+
+@kernel(types.void(*[I64] * 4), inline="always")
+def begin_shares(gate, turn, t, threads):
+    """Makes a thread's counters ready for the turns to come. Between two works in shares are fewer turns than there are
+    counters, so this turn's was made ready by the work before, or with the gate. One that works alone has no turns."""
+    counters = carray(_longs(gate + LINE * (1 + t)), (TURNS_AHEAD,))
+    for i in range(0 if threads == 1 else 1, TURNS_AHEAD):
+        counters[(turn + i) % TURNS_AHEAD] = 0
+
+
+@kernel(types.UniTuple(I64, 3)(*[I64] * 7))
+def next_of(gate, turn, t, threads, count, each, empty):
+    """What a thread does next of `count` things, `each` at a time: [begin, end), empty when all are done or in hand,
+    and how many shares it has found `empty`, its own first. So none waits long for one that others have slowed down."""
+    while empty < threads:
+        share = (t + empty) % threads
+        begin, end = count * share // threads, count * (share + 1) // threads
+        begin += each * _next(gate + LINE * (1 + share) + turn % TURNS_AHEAD * 8)
+        if begin < end:
+            return begin, min(begin + each, end), empty
+        empty += 1
+    return 0, 0, empty
+
+
 @kernel(types.void(LONGS_1D), parallel=True)
 def _who(names):
     for t in prange(names.shape[0]):
@@ -110,7 +162,7 @@ def spaces(rows: int, widest: int, threads: int, apart: bool = False) -> tuple[i
     row = max(one, PARTS * 2 * (widest + DEEP) if HAS_AMX else 0) + 4
     alone = LARGEST_BLOCK if apart else MATRIX_ROWS if HAS_AMX else ALONE
     own = TILES_SPACE + -(-(one + LINE + alone * row) // LINE) * LINE
-    return 2 * LINE + threads * (own + one) + -(-min(rows, LARGEST_BLOCK) // 16) * 16 * row, own
+    return (2 + threads) * LINE + threads * (own + one) + -(-min(rows, LARGEST_BLOCK) // 16) * 16 * row, own
 
 
 @functools.cache
