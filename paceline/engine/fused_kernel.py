@@ -5,13 +5,9 @@ from numba import carray, njit, prange, types
 
 from paceline.compiled import linked
 from paceline.engine.addresses import floats, longs, read_at
+from paceline.engine.kernels.chunks import CHUNK_BEGIN, CHUNK_COUNT, CHUNK_FIELDS, CHUNK_START, CHUNK_TABLE
 from paceline.engine.kernels.common import BLOCK, F32, I64, LONGS_1D, LONGS_2D, STORE, kernel
 from paceline.engine.kernels.layers import (
-    CHUNK_BEGIN,
-    CHUNK_COUNT,
-    CHUNK_FIELDS,
-    CHUNK_START,
-    CHUNK_TABLE,
     DIMS,
     HIDDEN,
     KV_HEADS,

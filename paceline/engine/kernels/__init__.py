@@ -21,7 +21,7 @@ Numba compiles them once per machine (13 to 40 s, cached):
 Addresses are passed instead of arrays: taking an array apart costs a microsecond a call.
 """
 
-from paceline.engine.kernels.chunks import attend_chunk, block_floats
+from paceline.engine.kernels.chunks import CHUNK_FIELDS, attend_chunk, block_floats
 from paceline.engine.kernels.common import (
     ADD,
     BYTE,
@@ -35,7 +35,6 @@ from paceline.engine.kernels.common import (
     TOGETHER,
 )
 from paceline.engine.kernels.layers import (
-    CHUNK_FIELDS,
     LAYER_KEYS,
     LAYER_VALUES,
     PLAN_FIELDS,

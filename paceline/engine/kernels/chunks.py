@@ -8,14 +8,16 @@ from paceline.compiled import linked
 from paceline.engine.addresses import floats as _floats
 from paceline.engine.addresses import longs as _longs
 from paceline.engine.kernels import vectors as v
-from paceline.engine.kernels.common import COLUMNS, F32, I64, LINE, LONG, MATRIX_STEPS, by_hand, kernel
+from paceline.engine.kernels.common import COLUMNS, F32, I64, LINE, LONG, LONGS_2D, MATRIX_STEPS, by_hand, kernel
 from paceline.engine.kernels.matrix_tiles import set_shape
 from paceline.engine.kernels.memory import halves_to_bf16, recall
 from paceline.engine.kernels.passes import product
+from paceline.engine.kernels.threads import begin_shares, next_of
 from paceline.engine.kernels.vectors import LOG2E, ROUNDS, SIDES, VECTOR, WHOLE
 from paceline.processor import HAS_AMX, HAS_AVX512, HAS_BF16
 
 QUERIES, BLOCK_ROWS, KEYS = 32, 256, 128  # chunk attention: least tokens and rows of a block of queries, and of keys
+CHUNK_BEGIN, CHUNK_COUNT, CHUNK_START, CHUNK_TABLE, CHUNK_FIELDS = range(5)  # columns of a chunk's line
 FETCHED = 16 if HAS_AVX512 else 8  # tokens whose keys, or values, a tile in vectors fetches ahead
 
 
@@ -352,26 +354,35 @@ def block_floats(group, dims):
 
 
 @linked
-@kernel(types.void(*[I64] * 15, F32, *[I64] * 3))
+@kernel(types.void(*[I64] * 6, LONGS_2D, *[I64] * 8, F32, *[I64] * 3))
 def some_blocks(
-    t, threads, queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, element, window, scale,
+    t, threads, gate, turn, queries, stride, chunks, keys, values, group, kv_heads, size, dims, element, window, scale,
     out, out_stride, work,
 ):  # fmt: skip
-    """A thread's share of `attend_chunk`; `work` is its own, `block_floats` of zeros or finite numbers."""
+    """What a thread takes of the blocks of chunks [n, CHUNK_FIELDS]; `work` is its own, `block_floats` of zeros or
+    finite numbers. Heads come one after the other, the blocks of each the longest first, while its keys are in a cache.
+    """
     work += -work % LINE
-    per = _block_tokens(group, dims)  # tokens of a block
-    blocks, lines = (count + per - 1) // per, size * dims * element  # bytes of a head in a block of the cache
-    for turn in range((blocks * kv_heads + threads - 1) // threads):
-        item = turn * threads + (t if turn % 2 == 0 else threads - 1 - t)
-        if item >= blocks * kv_heads:
-            continue
-        head, block = item // blocks, blocks - 1 - item % blocks  # longest first, while keys are in a cache
-        first = block * per
+    per, lines = _block_tokens(group, dims), size * dims * element  # tokens of a block, bytes of a head in the cache's
+    whole = 0
+    for n in range(chunks.shape[0]):
+        whole += (chunks[n, CHUNK_COUNT] + per - 1) // per * kv_heads
+    begin_shares(gate, turn, t, threads)
+    item, end, empty = next_of(gate, turn, t, threads, whole, 1, 0)
+    while item < end:
+        n, blocks = 0, (chunks[0, CHUNK_COUNT] + per - 1) // per
+        while item >= blocks * kv_heads:
+            item -= blocks * kv_heads
+            n += 1
+            blocks = (chunks[n, CHUNK_COUNT] + per - 1) // per
+        head, first = item // blocks, (blocks - 1 - item % blocks) * per
+        row, count, start = chunks[n, CHUNK_BEGIN] + first, chunks[n, CHUNK_COUNT] - first, chunks[n, CHUNK_START]
         _attend_block(
-            queries + first * stride + head * group * dims * 4, stride, min(per, count - first), start + first, table,
-            keys + head * lines, values + head * lines, kv_heads * lines, group, size, dims, element, window, scale,
-            out + first * out_stride + head * group * dims * 4, out_stride, work,
+            queries + row * stride + head * group * dims * 4, stride, min(per, count), start + first,
+            chunks[n, CHUNK_TABLE], keys + head * lines, values + head * lines, kv_heads * lines, group, size, dims,
+            element, window, scale, out + row * out_stride + head * group * dims * 4, out_stride, work,
         )  # fmt: skip
+        item, end, empty = next_of(gate, turn, t, threads, whole, 1, empty)
 
 
 @kernel(parallel=True)  # compiled when first called: `decoder_layers` does without
@@ -385,9 +396,11 @@ def attend_chunk(
     rows of a block are those of all query heads that share the keys. Blocks of keys begin at multiples of KEYS, so a
     token's sums do not depend on how its prompt was cut.
     """
+    chunks, counters = np.zeros((1, CHUNK_FIELDS), np.int64), np.zeros(LINE // 8 * (1 + threads), np.int64)
+    chunks[0, CHUNK_COUNT], chunks[0, CHUNK_START], chunks[0, CHUNK_TABLE] = count, start, table
     for t in prange(threads):
         work = np.zeros(block_floats(group, dims), np.float32)
         some_blocks(
-            t, threads, queries, stride, count, start, table, keys, values, group, kv_heads, size, dims, element,
-            window, scale, out, out_stride, work.ctypes.data,
+            t, threads, counters.ctypes.data, 0, queries, stride, chunks, keys, values, group, kv_heads, size, dims,
+            element, window, scale, out, out_stride, work.ctypes.data,
         )  # fmt: skip

@@ -26,13 +26,12 @@ from paceline.engine.kernels.rotations import rotate_rows
 from paceline.engine.kernels.rows import heads_together, row_floats, some_rows
 from paceline.engine.kernels.threads import open_gate, own_space_of, wait
 
-# Columns of a layer's line in the table of addresses, and of a window's and a chunk's line in a step's plan.
+# Columns of a layer's line in the table of addresses, and of a window's line in a step's plan.
 QKV, OUT, GATE_UP, DOWN = 0, 3, 6, 9  # weights, their scales (or 0), bias
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM, LAYER_KEYS, LAYER_VALUES, LAYER_WINDOW, LAYER_FIELDS = range(12, 20)
 HIDDEN, INNER, Q_HEADS, KV_HEADS, DIMS, SIZE_, ELEMENT, SHAPE_FIELDS = range(8)  # the last: bytes of a kept number
 WINDOW, ROW_INDEX, ROW_TABLE, ROW_WIDTH, ROW_LOW, ROW_HIGH, RUN_FIRST, RUN_COUNT, RUN_MOST, RUN_LONGEST = range(10)
 PLAN_FIELDS = 10
-CHUNK_BEGIN, CHUNK_COUNT, CHUNK_START, CHUNK_TABLE, CHUNK_FIELDS = range(5)
 X, TURNS, WHERE, HEADS, MIXED, INSIDE, SPACE, PROGRESS, BUFFER_FIELDS = range(9)
 
 
@@ -87,13 +86,10 @@ def some_layers(
                 plan[ROW_WIDTH], plan[ROW_LOW], plan[ROW_HIGH], plan[RUN_FIRST], plan[RUN_COUNT], scale, group,
                 kv_heads, size, dims, element, mixed, mixed_stride, mine.ctypes.data,
             )  # fmt: skip
-        for number in range(some_chunks.shape[0]):
-            chunk = some_chunks[number]
-            first = chunk[CHUNK_BEGIN]
+        if some_chunks.shape[0]:
             some_blocks(
-                t, threads, heads + first * width * 4, width * 4, chunk[CHUNK_COUNT], chunk[CHUNK_START],
-                chunk[CHUNK_TABLE], keys, values, group, kv_heads, size, dims, element, plan[WINDOW], scale,
-                mixed + first * mixed_stride, mixed_stride, work.ctypes.data,
+                t, threads, gate, turn, heads, width * 4, some_chunks, keys, values, group, kv_heads, size, dims,
+                element, plan[WINDOW], scale, mixed, mixed_stride, work.ctypes.data,
             )  # fmt: skip
         turn = wait(gate, turn, threads)
         if narrows:

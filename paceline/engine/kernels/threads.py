@@ -121,7 +121,12 @@ def next_of(gate, turn, t, threads, count, each, empty):
     while empty < threads:
         share = (t + empty) % threads
         begin, end = count * share // threads, count * (share + 1) // threads
-        begin += each * _next(gate + LINE * (1 + share) + turn % TURNS_AHEAD * 8)
+        counter = gate + LINE * (1 + share) + turn % TURNS_AHEAD * 8
+        if threads > 1:
+            begin += each * _next(counter)
+        else:  # without waiting until all that was written is there
+            begin += each * carray(_longs(counter), (1,))[0]
+            carray(_longs(counter), (1,))[0] += 1
         if begin < end:
             return begin, min(begin + each, end), empty
         empty += 1
