@@ -163,6 +163,16 @@ def test_where_models_share_devices_weights_are_as_plans_take_them(tmp_path, mor
     assert done.returncode == 2 and words in done.stderr
 
 
+@pytest.mark.skipif(not HAS_TILES, reason="bfloat16 is refused, and weights are float32 in any case")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_and_so_are_those_of_draft_models(tmp_path, dtype):
+    drafts = "speculation: {drafter: builtin:coder-draft, quantization: none}"
+    model = f"models:\n  - {{name: a, source: builtin:coder, quantization: int8, {drafts}}}\ncluster: {{devices: 1}}\n"
+    (tmp_path / "fleet.yaml").write_text(model)
+    done = paceline("serve", "fleet.yaml", "--dtype", dtype, "--record", "/no/where", cwd=tmp_path)
+    assert done.returncode == 2 and "dtype: plans are made for auto, and 'a' would be held" in done.stderr
+
+
 def test_keys_and_values_of_one_sequence_must_fit():
     done = paceline("serve", "builtin:coder-draft", "--port", "0", "--num-blocks", "8")
     assert done.returncode == 2 and "coder-draft: context: the KV cache holds 128 tokens" in done.stderr
