@@ -3,9 +3,10 @@
 A step that takes T seconds and yields E tokens is as good as E / T. A drafted token adds its survival, the probability
 that it and all drafted before it stay, to E, and to T what the target takes for a token more and what the draft model
 takes to draft it. Tokens are taken in decreasing survival, over all sequences of the step, as long as that makes the
-step better. Tokens of prompts count as those of outputs do: where a prompt would fill the step anyway, a draft takes
-the place of certain progress, so under load nobody drafts, and without load as many as pay. Chen et al. (2023) fix K;
-SmartSpec (Liu et al., 2024) has one K for all requests.
+step better. What prompts take beside decodes without drafts is theirs, and what of them drafts leave no room for counts
+as tokens of outputs do: where prompts fill the step anyway a draft takes the place of certain progress, so under load
+nobody drafts, and without load, or beside a prompt that fits, as many as pay. Chen et al. (2023) fix K; SmartSpec (Liu
+et al., 2024) has one K for all requests.
 
 What seems slower of both, to draft or not, is tried, too, as often as a small share of the time pays for it: the closer
 they are the more often. So is the best step of another width, whose times are not seen where one width always seems
@@ -118,11 +119,14 @@ def _best(  # type: ignore[no-untyped-def]
     survival, there, decodes, read, numbers, running, unread, pending, budget, goal, linear, token, context,
     draft_linear, draft_token, draft_context, verifying, slower, thresholds, found,
 ):  # fmt: skip
-    """The step without drafts, its tokens a second and its seconds; the best ones with some are `found`."""
+    """The step without drafts, its tokens a second and its seconds, but for prompts; the best ones with some are
+    `found`."""
     best, threshold, depth = 0.0, 2.0, MAX_DRAFT_TOKENS
     plain = 0.0  # tokens a second without any
     found[:] = 0.0
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
+    prompts = min(pending, max(0, budget - decodes))  # tokens, without drafts, and what they take
+    prompts_s = seconds_of(linear, 0.0, 0.0, decodes + prompts, 0) - seconds_of(linear, 0.0, 0.0, decodes, 0)
     for turn in range(3):
         trial, deepest, below = 0, 1 if turn == 1 else depth, 2.0
         while trial < (MAX_DRAFT_TOKENS if turn == 1 else thresholds.shape[0]):
@@ -169,18 +173,23 @@ def _best(  # type: ignore[no-untyped-def]
                     break
                 deepest, below = deepest - 1, 2.0  # survivals may all be much alike: no threshold takes only some then
                 continue
-            chunk = min(pending, max(0, budget - width))
-            if offered < width - decodes:  # not all will have a draft
-                again = draft_read * AGAIN / 100 / (width - decodes)
+            fewer = prompts - min(pending, max(0, budget - width))
+            wanted = width - decodes
+            if offered < wanted:  # not all will have a draft
+                again = draft_read * AGAIN / 100 / wanted
                 width = decodes + max(1, int(offered / (1 - none) + 0.5))
                 slowed = verifying[of_sequences(decodes), of_tokens(width)]
-                whole = slowed * seconds_of(linear, token, context, width, read + again * (width - decodes))
+                whole = seconds_of(linear, token, context, width, read + again * (width - decodes))
+            if prompts > 0:
+                wider = seconds_of(linear, 0.0, 0.0, width + prompts - fewer, 0)
+                whole += wider - seconds_of(linear, 0.0, 0.0, width, 0) - prompts_s
+                if passes[0] > 0:  # whoever drafts follows them
+                    share += slower[0] * reading(draft_linear, passes[0], prompts - fewer)
+            whole *= slowed
+            if offered < wanted:
                 whole = (1 - none) * whole + none * seconds_of(linear, token, context, decodes, read)
-                slowed = 1.0
-            if chunk > 0:
-                whole += seconds_of(linear, 0.0, 0.0, width + chunk, 0) - seconds_of(linear, 0.0, 0.0, width, 0)
-            whole = seconds + share + whole * slowed
-            rate = (decodes + gained + chunk) / whole if whole > 0 else 0.0
+            whole += seconds + share
+            rate = (decodes + gained - fewer) / whole if whole > 0 else 0.0
             one = found[of_tokens(width)]
             if width == decodes:
                 plain, plain_s = rate, whole

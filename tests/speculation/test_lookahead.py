@@ -166,6 +166,18 @@ def test_under_load_nobody_drafts_and_afterwards_everybody_does():
     assert min(chosen(lookahead, 2, pending=0)) >= 2
 
 
+def test_beside_a_prompt_that_fits_as_many_are_drafted_as_without():
+    lookahead = taught(Lookahead(rising(1.0, 0.01), Costs([0.02] * 600)), 0.9, 0.9)
+    alone = chosen(lookahead, 2)
+    assert min(alone) > 8
+    assert chosen(lookahead, 2, pending=64) == alone  # though the prompt's tokens alone are more for their time
+    assert 0 < sum(chosen(lookahead, 2, pending=64, budget=80)) <= 80 - 2 - 64
+    # where the draft model takes longer to read it than all drafts are worth, nobody drafts
+    slow = taught(Lookahead(rising(1.0, 0.01), rising(0.02, 0.04)), 0.9, 0.9)
+    assert min(chosen(slow, 2)) > 0
+    assert chosen(slow, 2, pending=256) == [0, 0]
+
+
 def test_drafts_stay_within_the_budget():
     lookahead = taught(Lookahead(FLAT, None), 0.9, 0.9)
     assert sum(chosen(lookahead, 2, budget=8)) <= 6
