@@ -29,6 +29,7 @@ ENGINES: dict[str, tuple[str, dict]] = {  # name: module, options
     OURS: ("ours", {"budget": 512}),  # as `serve` by default
     "paceline-256": ("ours", {"budget": 256}),
     "paceline-72": ("ours", {"budget": 72}),
+    "paceline-64": ("ours", {"budget": 64}),
     "paceline-2048": ("ours", {"budget": 2048}),
     "paceline-kv16": ("ours", {"budget": 512, "kv_cache_dtype": "float16"}),
     "paceline-72-kv16": ("ours", {"budget": 72, "kv_cache_dtype": "float16"}),
@@ -49,7 +50,9 @@ SHAPES = ["qwen2.5-0.5b", "llama-3.2-1b", "small"]
 PRECISIONS = ["fp32", "bf16", "int8"]  # of weights; bf16 is computed in float32 wherever an engine can
 ROWS = ["prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32", "mixed"]
 # what such narrow steps are for
-ONLY = dict.fromkeys(["paceline-72", "paceline-72-kv16", "paceline-64-kv16", "paceline-72-bf16"], "mixed")
+ONLY = dict.fromkeys(
+    ["paceline-64", "paceline-72", "paceline-64-kv16", "paceline-72-kv16", "paceline-72-bf16"], "mixed"
+)
 CONTEXT, DECODED = 64, 24
 LOWER_IS_BETTER = {"mean_ttft_s", "p99_tbt_s"}
 WORKING = 3 << 29  # bytes of an engine besides its weights: KV cache, activations, libraries

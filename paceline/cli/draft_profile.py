@@ -35,6 +35,7 @@ DEEPEST = 8  # tokens of a draft
 SWEEP = (1, 2, 4, 8)  # measured once, beside the best
 TEMPERATURES = (0.0, 0.8, 1.0)
 PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 96, 48
+SETTLED_S = 0.05  # of steps like the one that is measured before it, where eight of them take so long
 MODULES = (json.decoder, inspect, tokenize)  # text that every machine has
 
 
@@ -212,14 +213,15 @@ def run(runner: "ModelRunner", texts: list[list[int]], depth: int, temperature: 
 
 def step_seconds(runner: "ModelRunner", widths: Iterable[int], times: int = 5) -> dict[int, float]:
     """By width: a step of the target that verifies so many tokens but one of one sequence. They come from its prompt,
-    which takes next to no time. Widths take turns, and each step comes behind one like it."""
+    which takes next to no time. Widths take turns, and each step comes behind others like it, as in serving: the first
+    ones behind a prompt are slower."""
     from time import perf_counter
 
     from paceline.core.work import NewSequence, SliceWork
     from paceline.engine.drafters import InTurn, PromptLookup
 
     known, taken = PROMPT_TOKENS + 1, {rows: list[float]() for rows in widths}
-    tokens, pair = [3 + i % 50 for i in range(known)], (-1, -2)
+    tokens, names = [3 + i % 50 for i in range(known)], range(-1, -9, -1)  # which share what is known of the prompt
     kept = runner.drafter
     if not isinstance(kept, PromptLookup):  # with which steps overlap
         runner.drafter = InTurn(PromptLookup())
@@ -228,19 +230,22 @@ def step_seconds(runner: "ModelRunner", widths: Iterable[int], times: int = 5) -
             for rows, some in taken.items():
                 blocks = list(range(-(-(PROMPT_TOKENS + rows) // runner.info.block_size)))
                 params = SamplingParams(max_draft_tokens=rows - 1)
-                for name in pair:
-                    prompt = SliceWork(name, 0, PROMPT_TOKENS, False, 0, blocks)
-                    runner.step([NewSequence(name, tokens, known, params)], [prompt], [])
-                for name in pair:
-                    work = SliceWork(name, PROMPT_TOKENS, rows, True, len(blocks), [], rows - 1)
+                new = [NewSequence(name, tokens, known, params) for name in names]
+                runner.step(new, [SliceWork(names[0], 0, PROMPT_TOKENS, False, 0, blocks)], [])
+                began = perf_counter()
+                for name in names:
+                    own = [] if name == names[0] else blocks
+                    work = SliceWork(name, PROMPT_TOKENS, rows, True, len(blocks) - len(own), own, rows - 1)
                     begin = perf_counter()
                     (output,), *_ = runner.step([], [work], [])
                     seconds = perf_counter() - begin
                     if output.error:
                         raise RuntimeError(f"a step failed: {output.error}")
                     assert output.num_draft == rows - 1
+                    if name != names[0] and begin - began > SETTLED_S:
+                        break
                 some.append(seconds)
-                runner.step([], [], list(pair))
+                runner.step([], [], list(names))
     finally:
         runner.drafter = kept
     return {rows: median(some[1:]) for rows, some in taken.items()}

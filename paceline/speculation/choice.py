@@ -122,7 +122,7 @@ def _best(  # type: ignore[no-untyped-def]
     """The step without drafts, its tokens a second and its seconds, but for prompts; the best ones with some are
     `found`."""
     best, threshold, depth = 0.0, 2.0, MAX_DRAFT_TOKENS
-    plain = 0.0  # tokens a second without any
+    plain, with_prompts = 0.0, goal  # tokens a second without any; what all may take, prompts, too
     found[:] = 0.0
     passes = np.zeros(MAX_DRAFT_TOKENS, np.int64)
     prompts = min(pending, max(0, budget - decodes))  # tokens, without drafts, and what they take
@@ -166,29 +166,30 @@ def _best(  # type: ignore[no-untyped-def]
             whole = seconds_of(linear, token, context, width, read + draft_read * AGAIN / 100)
             slowed = verifying[of_sequences(decodes), of_tokens(width)] if width > decodes else 1.0
             took = seconds + once + whole * slowed
+            fewer, beside, followed = prompts - min(pending, max(0, budget - width)), 0.0, 0.0
+            if prompts > 0:
+                beside = seconds_of(linear, 0.0, 0.0, width + prompts - fewer, 0)
+                beside -= seconds_of(linear, 0.0, 0.0, width, 0)
+                if passes[0] > 0:
+                    followed = slower[0] * reading(draft_linear, passes[0], prompts - fewer)
             if width == decodes:
                 goal = goal if took <= goal else np.inf  # where it is missed without drafts, they do no harm
-            elif width > budget or took > goal:
+                with_prompts = goal if took + beside <= goal else np.inf
+            elif width > budget or took > goal or took + beside + followed > with_prompts:
                 if turn == 1 or deepest == 1:
                     break
                 deepest, below = deepest - 1, 2.0  # survivals may all be much alike: no threshold takes only some then
                 continue
-            fewer = prompts - min(pending, max(0, budget - width))
             wanted = width - decodes
             if offered < wanted:  # not all will have a draft
                 again = draft_read * AGAIN / 100 / wanted
                 width = decodes + max(1, int(offered / (1 - none) + 0.5))
                 slowed = verifying[of_sequences(decodes), of_tokens(width)]
                 whole = seconds_of(linear, token, context, width, read + again * (width - decodes))
-            if prompts > 0:
-                wider = seconds_of(linear, 0.0, 0.0, width + prompts - fewer, 0)
-                whole += wider - seconds_of(linear, 0.0, 0.0, width, 0) - prompts_s
-                if passes[0] > 0:  # whoever drafts follows them
-                    share += slower[0] * reading(draft_linear, passes[0], prompts - fewer)
-            whole *= slowed
+            whole = slowed * (whole + beside - prompts_s)
             if offered < wanted:
                 whole = (1 - none) * whole + none * seconds_of(linear, token, context, decodes, read)
-            whole += seconds + share
+            whole += seconds + share + followed
             rate = (decodes + gained - fewer) / whole if whole > 0 else 0.0
             one = found[of_tokens(width)]
             if width == decodes:

@@ -172,6 +172,8 @@ def test_beside_a_prompt_that_fits_as_many_are_drafted_as_without():
     assert min(alone) > 8
     assert chosen(lookahead, 2, pending=64) == alone  # though the prompt's tokens alone are more for their time
     assert 0 < sum(chosen(lookahead, 2, pending=64, budget=80)) <= 80 - 2 - 64
+    assert chosen(lookahead, 2, goal=1.9) == alone
+    assert 0 < max(chosen(lookahead, 2, pending=64, goal=1.9)) <= 6  # else the prompt would have to wait
     # where the draft model takes longer to read it than all drafts are worth, nobody drafts
     slow = taught(Lookahead(rising(1.0, 0.01), rising(0.02, 0.04)), 0.9, 0.9)
     assert min(chosen(slow, 2)) > 0
