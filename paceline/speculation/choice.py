@@ -110,7 +110,7 @@ def _lie_down(rest, numbers, running, steps):  # type: ignore[no-untyped-def]
 
 
 # what is found of each width (`of_tokens`): tokens a second, seconds, how likely tokens must be to survive and how deep
-# drafts may be (a pass more for all), seconds of drafting and of catching up
+# drafts may be (a pass more for all), seconds of drafting, with what it reads, and of catching up
 RATE, SECONDS, LEAST, DEPTH, DRAFTING, LATE, FOUND = range(7)
 
 
@@ -166,6 +166,7 @@ def _best(  # type: ignore[no-untyped-def]
             whole = seconds_of(linear, token, context, width, read + draft_read * AGAIN / 100)
             slowed = verifying[of_sequences(decodes), of_tokens(width)] if width > decodes else 1.0
             took = seconds + once + whole * slowed
+            # prompt tokens that drafts leave no room for, what the others take, and what drafting takes to read them
             fewer, beside, followed = prompts - min(pending, max(0, budget - width)), 0.0, 0.0
             if prompts > 0:
                 beside = seconds_of(linear, 0.0, 0.0, width + prompts - fewer, 0)
@@ -196,7 +197,7 @@ def _best(  # type: ignore[no-untyped-def]
                 plain, plain_s = rate, whole
             elif rate > one[RATE]:
                 one[RATE], one[SECONDS], one[LEAST], one[DEPTH] = rate, whole, least, deepest
-                one[DRAFTING], one[LATE] = seconds + once, once
+                one[DRAFTING], one[LATE] = seconds + once + followed, once
             if width > decodes and rate > best:
                 best, threshold, depth = rate, least, deepest
             trial += 1

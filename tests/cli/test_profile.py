@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
@@ -15,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from paceline.batching.budget import GoalBudget
-from paceline.cli import fleet_file, profile_cache
+from paceline.cli import draft_profile, fleet_file, profile_cache
 from paceline.cli.draft_profile import Counts, DraftResult, advice, draft_costs, predict, step_seconds
 from paceline.cli.drafting import ASKING, Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
@@ -312,7 +311,9 @@ def test_the_first_token_of_a_draft_costs_more():
     assert draft_costs(nothing, nothing, 2.0) == 9 * [0.0]
 
 
-def test_widths_are_those_of_verifications(monkeypatch):
+@pytest.mark.parametrize(("settled", "behind"), [(0.0, 1), (float("inf"), 7)])
+def test_widths_are_those_of_verifications_behind_others_like_them(monkeypatch, settled, behind):
+    monkeypatch.setattr(draft_profile, "SETTLED_S", settled)
     runner = ModelRunner.load(BUILTIN / "coder-draft", max_batch_tokens=256, max_batch=1, num_blocks=32)
     drafter, spans = runner.drafter, list[tuple[int, bool]]()
     draft = runner._draft
@@ -324,9 +325,7 @@ def test_widths_are_those_of_verifications(monkeypatch):
     monkeypatch.setattr(runner, "_draft", seen)
     seconds = step_seconds(runner, (1, 2, 5, 9), times=1)
     assert list(seconds) == [1, 2, 5, 9] and min(seconds.values()) > 0
-    rows = [(span, len(list(alike))) for span, alike in groupby(spans)]
-    assert [span for span, _ in rows] == 2 * [(width, width > 1) for width in (1, 2, 5, 9)]
-    assert all(2 <= count <= 8 for _, count in rows), rows
+    assert spans == 2 * [one for width in (1, 2, 5, 9) for one in (1 + behind) * [(width, width > 1)]]
     assert runner.drafter is drafter and not runner.sequences
 
 

@@ -174,6 +174,10 @@ def test_beside_a_prompt_that_fits_as_many_are_drafted_as_without():
     assert 0 < sum(chosen(lookahead, 2, pending=64, budget=80)) <= 80 - 2 - 64
     assert chosen(lookahead, 2, goal=1.9) == alone
     assert 0 < max(chosen(lookahead, 2, pending=64, goal=1.9)) <= 6  # else the prompt would have to wait
+    reads = taught(Lookahead(rising(1.0, 0.01), rising(0.02, 0.001)), 0.9, 0.9)
+    numbers, drafts, slots = sequences(2, 4)
+    without, beside = (reads.choose(numbers, drafts, slots, pending, 512)[1] for pending in (0, 64))
+    assert beside - without == pytest.approx(64 * 0.001)
     # where the draft model takes longer to read it than all drafts are worth, nobody drafts
     slow = taught(Lookahead(rising(1.0, 0.01), rising(0.02, 0.04)), 0.9, 0.9)
     assert min(chosen(slow, 2)) > 0
