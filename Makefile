@@ -20,7 +20,8 @@ test: install
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 compiled-engine: install
-	$(BIN)/python -c "from paceline.cli.sources import BUILTIN; from paceline.engine.runner import ModelRunner; \
+	$(BIN)/python -c "import paceline.engine.chain; \
+	from paceline.cli.sources import BUILTIN; from paceline.engine.runner import ModelRunner; \
 	ModelRunner.load(BUILTIN / 'coder-draft', max_batch_tokens=64, max_batch=1, num_blocks=8)"
 
 compiled-simulator: install

@@ -130,7 +130,8 @@ def widest(
     while low < high:
         if not free:
             middle = (low + high + 1) // 2
-        step[:] = shape
+        for i in range(len(shape)):  # at once it takes five seconds to compile
+            step[i] = shape[i]
         again = fill(step, prompts, middle * tile)
         took = seconds(linear, terms, (step[0], step[1], step[2], step[3], step[4], step[5], step[6]))
         if free:  # from the knee on, until little is left to be read again

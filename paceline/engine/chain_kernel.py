@@ -46,8 +46,10 @@ def _feed(k, rows, shape, plans, buffers, lines, fed, drawn, tables, table, turn
         if k > lines[i, FIRST]:
             fed[i, k] = max(drawn[i, k - 1], 0)
         position = lines[i, START] + k
-        x[i] = table[fed[i, k]]
-        turn[i] = turns[position]
+        for j in range(hidden):
+            x[i, j] = table[fed[i, k], j]
+        for d in range(dims):
+            turn[i, d] = turns[position, d]
         for head in range(kv_heads):
             where[i, head] = (tables[i, position // size] * kv_heads + head) * size + position % size
         seen[0, i] = position + 1

@@ -53,7 +53,8 @@ def _attending(slices, shape, windows, threads):
     size, kv_heads, group = shape[SIZE_], shape[KV_HEADS], shape[Q_HEADS] // shape[KV_HEADS]
     alone, longer = slices[slices[:, ALONE] != 0], slices[slices[:, ALONE] == 0]
     plans, chunks = np.zeros((len(windows), PLAN_FIELDS), np.int64), np.empty((len(longer), CHUNK_FIELDS), np.int64)
-    plans[:, WINDOW] = windows
+    for w in range(len(windows)):  # of arrays it takes seconds to compile, here and below
+        plans[w, WINDOW] = windows[w]
     for chunk, line in zip(chunks, longer):  # noqa: B905  # Numba knows nothing else
         chunk[CHUNK_BEGIN], chunk[CHUNK_COUNT] = line[BEGIN], line[LENGTH]
         chunk[CHUNK_START], chunk[CHUNK_TABLE] = line[START], line[BLOCKS]
@@ -100,7 +101,9 @@ def _embedded(source, ids, hidden, into):
             return i
         place = source[FROM] + ids[i] * size
         if source[FILE] < 0:
-            x[i] = carray(floats(place), (hidden,))
+            row = carray(floats(place), (hidden,))
+            for j in range(hidden):
+                x[i, j] = row[j]
             continue
         room = x[i].ctypes.data if source[KIND] == FLOAT32 else halves.ctypes.data
         if read_at(source[FILE], room, size, place) != size:
@@ -123,7 +126,8 @@ def _placed(slices, rows, shape, buffers, turns):
     place_tokens(slices, shape[SIZE_], kv_heads, positions, carray(longs(buffers[WHERE]), (rows * kv_heads,)))
     turn = carray(floats(buffers[TURNS]), (rows, dims))
     for row in range(rows):
-        turn[row] = turns[positions[row]]
+        for d in range(dims):
+            turn[row, d] = turns[positions[row], d]
     last, at = slices[slices[:, READ] != 0], 0
     for line in last:
         skipped = line[LENGTH] - line[READ]

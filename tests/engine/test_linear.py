@@ -6,6 +6,7 @@ import os
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,15 @@ def test_parts_make_the_same_layer_as_one_tensor(kind: str) -> None:
     assert torch.equal(make_linear(kind, [weight[:30], weight[30:]])(x), make_linear(kind, weight)(x))
 
 
+def in_another_process(environment: dict[str, str], first: Callable[[], None] | None = None) -> None:
+    """As the others are, without the plugins that nobody needs there: they take longer to import than the tests."""
+    tests = [str(Path(__file__).with_name(f"{file}.py")) for file in ("test_linear", "test_kv_cache")]
+    plugins = ["-p", "pytest_asyncio.plugin", "-p", "pytest_timeout"]
+    command = [sys.executable, "-m", "pytest", *plugins, "-q", "-k", "not processors and not refused", *tests]
+    environment = os.environ | environment | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    subprocess.run(command, env=environment, preexec_fn=first, check=True)
+
+
 AVX2 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,+sse3,+sse4.1,+sse4.2,+ssse3"
 
 
@@ -246,9 +256,7 @@ AVX2 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,
 )
 def test_kernels_for_other_processors(name: str, features: str) -> None:
     """They are compiled here for such a one, and tested as the others are."""
-    other = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    tests = [str(Path(__file__).with_name(f"{file}.py")) for file in ("test_linear", "test_kv_cache")]
-    subprocess.run([sys.executable, "-m", "pytest", "-q", *tests], env=os.environ | other, check=True)
+    in_another_process({"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features})
 
 
 def refuse_matrix_registers() -> None:
@@ -267,7 +275,6 @@ def refuse_matrix_registers() -> None:
 @pytest.mark.skipif(kernels is None or not kernels.HAS_AMX, reason="there are none")
 def test_matrix_registers_that_are_refused_are_not_used() -> None:
     """Bytes and pairs are multiplied in vectors then, as where a processor has no others."""
-    tests = [str(Path(__file__).with_name(f"{file}.py")) for file in ("test_linear", "test_kv_cache")]
-    code = "from paceline.engine import kernels; assert kernels.HAS_VNNI and not kernels.HAS_AMX"
-    for command in (["-c", code], ["-m", "pytest", "-q", "-k", "not processors", *tests]):
-        subprocess.run([sys.executable, *command], preexec_fn=refuse_matrix_registers, check=True)
+    code = "from paceline import processor; assert processor.HAS_VNNI and not processor.HAS_AMX"
+    subprocess.run([sys.executable, "-c", code], preexec_fn=refuse_matrix_registers, check=True)
+    in_another_process({}, refuse_matrix_registers)
