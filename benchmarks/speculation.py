@@ -3,17 +3,18 @@
 `single`: one request at a time, for each K, what the engine reaches, beside
 (1 - a^(K+1)) / ((1 - a) (K c + T(K+1) / T(1)))
 with the acceptance a, the draft's cost c and the step times T(n) measured in the same run (the paper's Figure 1), and
-what K = 4 gives by how tokens are drawn (its Table 1). `loads`: so many requests at
-a time, at several acceptances: no drafts, K fixed, and as many as pay (adaptive). Ways of one request take turns run by
-run, those of loads every few steps, so that what the machine does in a minute happens to all of them; a ratio's error
-is the standard one of its parts. Requests of a load come in waves, so parts have more or fewer prompts than belong to
-their tokens: what those take is evened out, by the profile. What comes in the first second does not count: a server
-has learnt what it can. Draft models are in int8, which is the default, or plain: in fp32 as their targets.
+what K = 4 gives by how tokens are drawn (its Table 1). `loads`: so many requests at a time, at several acceptances: no
+drafts, K fixed, and as many as pay (adaptive). Ways of one request take turns run by run, those of loads every few
+steps, so that what the machine does in a minute happens to all of them; a ratio's error is the standard one of its
+parts. Which K is best is found in steps that do not count: the best of several ways by the steps that it is compared in
+is mostly one that was lucky there. Requests of a load come in waves, so parts have more or fewer prompts than belong to
+their tokens: what those take is evened out, by the profile. What comes in the first second does not count: a server has
+learnt what it can. Draft models are in int8, which is the default, or plain: in fp32 as their targets.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from statistics import median, stdev
@@ -32,14 +33,16 @@ from paceline.speculation.costs import Costs
 from paceline.speculation.lookahead import Lookahead
 
 PROMPT = 64
-PLANS = {  # draft layers, output tokens, rounds of one request, seconds of each way of a load, loads
-    "small": (1, 96, 8, 10.0, (1, 2, 4, 8, 16, 32)),
-    "qwen2.5-0.5b": (1, 96, 3, 12.0, (1, 4, 16)),
-    "llama-3.2-1b": (1, 64, 3, 0.0, ()),
-    "small-plain-draft": (1, 96, 3, 8.0, (1, 4, 8, 16)),
+# draft layers, output tokens, rounds of one request, seconds of each way of a load to find the best K and to compare,
+# loads
+PLANS: dict[str, tuple[int, int, int, tuple[float, float], tuple[int, ...]]] = {
+    "small": (1, 96, 8, (5.0, 16.0), (1, 2, 4, 8, 16, 32)),
+    "qwen2.5-0.5b": (1, 96, 3, (8.0, 16.0), (1, 4, 16)),
+    "llama-3.2-1b": (1, 64, 3, (0.0, 0.0), ()),
+    "small-plain-draft": (1, 96, 3, (4.0, 12.0), (1, 4, 8, 16)),
 }
 CASES = list(PLANS)
-TURN_S, WARM_S, PARTS, MANY = 0.1, 1.0, 8, 600  # MANY: requests that no way comes to the end of
+TURN_S, WARM_S, PARTS, MANY = 0.1, 1.0, 16, 600  # MANY: requests that no way comes to the end of
 ACCEPTANCES = (0.3, 0.6, 0.8, 0.95)
 DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8)
 FIXED = (1, 2, 4, 6, 8)
@@ -62,6 +65,7 @@ class Pair:
             for _ in (WAYS if self.loads else [0])
         ]
         self.runner = self.runners[0]
+        self.of = dict(zip(WAYS, self.runners, strict=bool(self.loads)))
         self.dial = Dial(self.runners, self.layers)
         models = self.runner, ModelRunner.load(draft, quantization=quantization, **limits)
         profiles = [profile(one, max_tokens=256, max_batch=widest, seconds=20) for one in models]
@@ -113,19 +117,20 @@ class Pair:
         offline.on_step = count
         return offline
 
-    def side_by_side(self, at_a_time: int) -> dict[str, list[dict[str, float]]]:
-        """All ways under this load, by turns of so many seconds each: what each did, part by part."""
-        counts = {name: defaultdict(float) for name in WAYS}
+    def side_by_side(self, at_a_time: int, ways: Sequence[str], seconds: float) -> dict[str, list[dict[str, float]]]:
+        """These ways under this load, by turns, so many seconds each: what each did, part by part."""
+        counts = {name: defaultdict(float) for name in ways}
         flows: dict[str, Iterator[None]] = {}
-        for runner, (name, (most, adaptive)) in zip(self.runners, WAYS.items(), strict=True):
-            offline = self.offline(runner, at_a_time, adaptive, counts[name])
+        for name in ways:
+            most, adaptive = WAYS[name]
+            offline = self.offline(self.of[name], at_a_time, adaptive, counts[name])
             prompts, params = self.requests(MANY, most, at_a_time)
             outputs = [Output() for _ in prompts]
             flows[name] = offline.steps(prompts, params, outputs, [0.0] * len(prompts))
-        parts: dict[str, list[dict[str, float]]] = {name: [] for name in WAYS}
-        for seconds in (WARM_S, *[self.seconds / PARTS] * PARTS):
+        parts: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+        for part in (WARM_S, *[seconds / PARTS] * PARTS):
             before = {name: dict(counted) for name, counted in counts.items()}
-            for turn in range(round(seconds / TURN_S)):
+            for turn in range(round(part / TURN_S)):
                 for name, flow in flows.items():
                     while counts[name]["step_s"] - before[name].get("step_s", 0.0) < (turn + 1) * TURN_S:
                         next(flow)
@@ -135,12 +140,16 @@ class Pair:
             flow.close()
         return {name: some[1:] for name, some in parts.items()}
 
-    def tokens_per_s(self, part: dict[str, float]) -> float:
-        """As if each token had come with its share of a prompt."""
+    def rates(self, parts: dict[str, list[dict[str, float]]]) -> dict[str, list[float]]:
+        """Tokens a second of each part, as if each token had come with its share of a prompt."""
         linear = self.costs[0].linear
         token_s = (linear[256] - linear[128]) / 128
-        more = part["prompt"] - part["all_tokens"] * PROMPT / self.output
-        return part["all_tokens"] / (part["step_s"] - token_s * more)
+        rates: dict[str, list[float]] = {name: [] for name in parts}
+        for name, some in parts.items():
+            for part in some:
+                more = part["prompt"] - part["all_tokens"] * PROMPT / self.output
+                rates[name].append(part["all_tokens"] / (part["step_s"] - token_s * more))
+        return rates
 
     def accepted_share(self, requests: int = 4) -> float:
         """The probability that a drafted token stays, if those before it did."""
@@ -223,13 +232,15 @@ def drawn(both: Pair, most: int = 4) -> dict[str, dict]:
 def loads(both: Pair, acceptance: float) -> list[dict]:
     reached, points = both.dialled_to(acceptance), []
     for load in both.loads:
-        parts = both.side_by_side(load)
-        rates = {name: [both.tokens_per_s(one) for one in some] for name, some in parts.items()}
-        over = {name: [a / b for a, b in zip(rates["adaptive"], some, strict=True)] for name, some in rates.items()}
-        fixed = min((f"K={k}" for k in FIXED), key=lambda name: median(over[name]))
+        found = both.rates(both.side_by_side(load, list(WAYS), both.seconds[0]))
+        fixed = max((f"K={k}" for k in FIXED), key=lambda name: median(_over(found[name], found["none"])))
+        parts = both.side_by_side(load, ("none", fixed, "adaptive"), both.seconds[1])
+        rates = both.rates(parts)
+        over = {name: _over(rates["adaptive"], some) for name, some in rates.items()}
         mine = {key: sum(one[key] for one in parts["adaptive"]) for key in parts["adaptive"][0]}
         points.append({
-            "acceptance": round(reached, 3), "requests": load,
+            "acceptance": round(reached, 3), "requests": load, "best_fixed": fixed,
+            "tokens_per_s_before": {name: round(median(some), 2) for name, some in found.items()},
             "tokens_per_s": {name: round(median(some), 2) for name, some in rates.items()},
             "drafted_per_token": round(mine["drafted"] / mine["all_tokens"], 3),
             "adaptive_over_none": round(median(over["none"]), 3), "error": _error(over["none"]),
@@ -237,6 +248,10 @@ def loads(both: Pair, acceptance: float) -> list[dict]:
         })  # fmt: skip
         print(f"  {points[-1]}", flush=True)
     return points
+
+
+def _over(these: list[float], those: list[float]) -> list[float]:
+    return [a / b for a, b in zip(these, those, strict=True)]
 
 
 def _error(ratios: list[float]) -> float:
