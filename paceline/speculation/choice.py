@@ -9,7 +9,8 @@ nobody drafts, and without load, or beside a prompt that fits, as many as pay. C
 et al., 2024) has one K for all requests.
 
 What seems slower of both, to draft or not, is tried, too, as often as a small share of the time pays for it: the closer
-they are the more often. So is the best step of another width, whose times are not seen where one width always seems
+they are the more often; drafts by turns in the best steps of all widths, since a narrow one says little of wide ones.
+So is the best step of another width where drafts are better, whose times are not seen where one width always seems
 best. A draft model that has not drafted has to catch up first. That is an investment: it counts by the share that this
 step's tokens have in those that are to come, in full in what a try costs and in the seconds within a goal.
 
@@ -214,6 +215,21 @@ def _lost(one, rate):  # type: ignore[no-untyped-def]
 
 
 @part
+def _whose_turn(found, plain, spare, turn):  # type: ignore[no-untyped-def]
+    """Of the widths for whose try there is enough, one of which is the best."""
+    enough = 0
+    for i in range(SIZES):
+        enough += found[i, RATE] > 0 and _lost(found[i], plain) <= spare
+    at = turn % enough
+    for i in range(SIZES):
+        if found[i, RATE] > 0 and _lost(found[i], plain) <= spare:
+            if at == 0:
+                return i
+            at -= 1
+    return -1
+
+
+@part
 def _take(one, survival, running, chosen):  # type: ignore[no-untyped-def]
     for i in range(running.shape[0]):
         for j in range(int(one[DEPTH])):
@@ -224,8 +240,8 @@ def _take(one, survival, running, chosen):  # type: ignore[no-untyped-def]
 
 @making
 def choose(  # type: ignore[no-untyped-def]
-    numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, for_widths, linear, token,
-    context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen, rest,
+    numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, for_widths, turn, linear,
+    token, context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen, rest,
 ):  # fmt: skip
     """Seconds of drafting, and what it costs if this is a try: of drafts or none, and of another width."""
     rest[0] = 0
@@ -293,8 +309,9 @@ def choose(  # type: ignore[no-untyped-def]
         if pending == 0 and decodes == running.shape[0]:
             _lie_down(rest, numbers, running, (cost - spare) / (TRIES[0] * plain_s))
         return 0.0, 0.0, 0.0
+    best = found[_whose_turn(found, plain, spare, turn)]
     _take(best, survival, running, chosen)
-    return best[DRAFTING], cost, 0.0
+    return best[DRAFTING], _lost(best, plain), 0.0
 
 
 @watched(
@@ -309,14 +326,18 @@ def choose_at_pace(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, linear, token, context,
     draft_linear, draft_token, draft_context, mean, thresholds, chosen, rest, idle,
 ):  # fmt: skip
-    """The same where steps take what is known of this machine: seconds of drafting; a try's are spent."""
+    """The same where steps take what is known of this machine: seconds of drafting; a try's are spent.
+
+    `idle`: steps in a row in which nobody drafted, and tries so far.
+    """
     pace = pace_of(mean)
     tries = spare[0] / (ROW if idle[0] > 0 else 1)
     seconds, of_drafts, of_width = choose(
         numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal / pace, tries / pace,
-        spare[1] / pace, linear, token, context, draft_linear, draft_token, draft_context, verifying_of(mean),
-        drafting_of(mean), thresholds, chosen, rest,
+        spare[1] / pace, idle[1] // ROW, linear, token, context, draft_linear, draft_token, draft_context,
+        verifying_of(mean), drafting_of(mean), thresholds, chosen, rest,
     )  # fmt: skip
+    idle[1] += of_drafts > 0
     spare[0] -= of_drafts * pace
     spare[1] -= of_width * pace
     return seconds * pace

@@ -54,7 +54,7 @@ class Lookahead:
         self.counts = np.zeros((0, 2, MAX_DRAFT_TOKENS + 1))  # likewise, by slot
         self.kinds = np.zeros(0, np.int64)  # by slot
         self.unread = np.zeros(0, np.int64)  # by slot: known tokens that a draft model has not read
-        self.idle = np.zeros(1, np.int64)  # steps in a row in which nobody drafted
+        self.idle = np.zeros(2, np.int64)  # steps in a row in which nobody drafted; tries
         self.rest = np.zeros(2, np.int64)  # steps in which nobody is to draft, of how many sequences, and their slots
         self._left, self._at_rest = 0, b""  # the same, for which no compiled code has to be fetched
         self._resting = 0  # such steps that are not done

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _F64, _FLOATS = types.float64, types.float64[::1]
-SIZES = 6  # of steps with drafts, in sequences: 1, 2, up to 4, 8, 16, and more; in tokens, twice as many
+SIZES = 8  # of steps with drafts, in sequences: 1, 2, up to 4, 8, 16, 32, 64, and more; in tokens, twice as many
 # how far the logarithms wander, and the share of it that a step's wandering makes it forget
 FAR = np.array([0.5, 0.4, 0.15, *2 * SIZES * [0.12], 0.3])
 FAST = np.array([2e-3, *(len(FAR) - 1) * [2e-4]])

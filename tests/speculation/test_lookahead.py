@@ -361,6 +361,23 @@ def test_what_profiles_say_wrongly_is_found_out_though_steps_are_noisy(drafts_ta
         assert drafting > 0.9 if drafts_take < 1 else drafting < 0.1
 
 
+def test_wide_steps_are_tried_where_narrow_ones_do_not_pay():
+    """By the profile drafts do not pay, the less the more there are. Really more than 16 tokens take half of it."""
+    random = np.random.default_rng(5)
+    lookahead = taught(Lookahead(rising(0.1, 0.2), Costs([0.02] * 600)), *8 * [0.6])
+    numbers, drafts, slots = sequences(8, most=4)
+    lengths = []
+    for _ in range(1000):
+        length = lookahead.choose(numbers, drafts, slots, 0, 512)[0].astype(np.uint8)
+        width, refused = len(slots) + int(length.sum()), random.random((8, 5)) >= 0.6
+        refused[:, 4] = True
+        took, draft = (0.1 + 0.2 * width) * (0.5 if width > 16 else 1.0), 0.02 * int(length.max())
+        lookahead.observe_times(slots, length, 0, took + draft, draft)
+        decoded(lookahead, slots, length, 1 + np.minimum(length, refused.argmax(1)).astype(np.uint8))
+        lengths.append(int(length.max()))
+    assert lengths[0] == 0 and np.mean(np.array(lengths[500:]) >= 2) > 0.9
+
+
 def test_what_steps_of_one_width_take_says_less_of_others():
     """Eight tokens take half as long again as the profile says, 40 what it says: that is seen, and then done."""
     lookahead = taught(Lookahead(FLAT, Costs([0.01] * 600)), *8 * [0.99])
