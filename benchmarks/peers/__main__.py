@@ -124,11 +124,12 @@ class Case:
                         others = (row for row in self.rows if row != ONLY[name])
                         self.cannot[name] |= dict.fromkeys(others, f"only for {ONLY[name]}")
                     print(f"  {name}: {self.about.get(name) or next(iter(self.cannot[name].values()))}", flush=True)
-                for turn in range(-1, max(rounds, mixed_rounds)):  # the first is to warm up
+                last = max(rounds, mixed_rounds)
+                for turn in range(-1, last):  # the first is to warm up
                     for row in self.rows:
                         if turn < (mixed_rounds if row == "mixed" else rounds):
                             self.take_turns(group, row, turn)
-                    print(f"  round {turn + 1} of {rounds}", flush=True)
+                    print(f"  round {turn + 1} of {last}", flush=True)
 
     def take_turns(self, group: dict[str, Process], row: str, turn: int) -> None:
         """One row by every engine; each begins once."""
