@@ -247,7 +247,8 @@ AVX2 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,
 @pytest.mark.parametrize(
     ("name", "features"),
     [
-        ("haswell", AVX2),
+        # where there are matrix registers those of processors without any are tested below: both take too long
+        pytest.param("haswell", AVX2, marks=[pytest.mark.slow] * bool(kernels and kernels.HAS_AMX)),
         # its vectors are those of this machine, its products of int8 those of a haswell, in wider vectors
         pytest.param(
             "skylake-avx512", f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl", marks=pytest.mark.slow
