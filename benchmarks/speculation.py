@@ -60,13 +60,12 @@ class Pair:
         widest = max(self.loads, default=1)
         limits = dict(max_batch_tokens=512, max_batch=widest, num_blocks=widest * 16 + 128, context=1024)
         # one for each way, which holds the same weights as the others
-        self.runners = [
-            ModelRunner.load(target, drafter=str(draft), draft_quantization=quantization, **limits)
-            for _ in (WAYS if self.loads else [0])
-        ]
-        self.runner = self.runners[0]
-        self.of = dict(zip(WAYS, self.runners, strict=bool(self.loads)))
-        self.dial = Dial(self.runners, self.layers)
+        self.of = {
+            name: ModelRunner.load(target, drafter=str(draft), draft_quantization=quantization, **limits)
+            for name in (WAYS if self.loads else ["none"])
+        }
+        self.runner = self.of["none"]
+        self.dial = Dial(list(self.of.values()), self.layers)
         models = self.runner, ModelRunner.load(draft, quantization=quantization, **limits)
         profiles = [profile(one, max_tokens=256, max_batch=widest, seconds=20) for one in models]
         target, own = profiles

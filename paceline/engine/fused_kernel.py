@@ -53,7 +53,7 @@ def _attending(slices, shape, windows, threads):
     size, kv_heads, group = shape[SIZE_], shape[KV_HEADS], shape[Q_HEADS] // shape[KV_HEADS]
     alone, longer = slices[slices[:, ALONE] != 0], slices[slices[:, ALONE] == 0]
     plans, chunks = np.zeros((len(windows), PLAN_FIELDS), np.int64), np.empty((len(longer), CHUNK_FIELDS), np.int64)
-    for w in range(len(windows)):  # of arrays it takes seconds to compile, here and below
+    for w in range(len(windows)):  # arrays assigned to arrays take seconds to compile, here and below
         plans[w, WINDOW] = windows[w]
     for chunk, line in zip(chunks, longer):  # noqa: B905  # Numba knows nothing else
         chunk[CHUNK_BEGIN], chunk[CHUNK_COUNT] = line[BEGIN], line[LENGTH]
