@@ -30,6 +30,20 @@ def test_requests_go_to_groups_that_are_up_and_wait_only_where_none_is():
     assert [b.group for b in batches] == [1] and len(batches[0].requests) == 4
 
 
+def test_a_prompt_has_a_token():
+    with pytest.raises(ValueError, match="at least one token, not 0"):
+        Request("a", 0, 5)
+
+
+@pytest.mark.parametrize("came", [True, False])
+def test_a_group_that_came_and_was_lost_in_one_turn_is_what_happened_last(came):
+    controller = Controller([GroupConfig(("a",), LIMITS)])
+    controller.turn([Lost(0)], 0.0)
+    inputs = [Lost(0), Back(0)] if came else [Back(0), Lost(0)]
+    _, batches = controller.turn([*inputs, Submit(Request("x", 3, 2, model="a"))], 1.0)
+    assert len(batches) == came
+
+
 def test_a_lost_group_s_sequences_go_on_elsewhere_from_what_is_known():
     controller = two()
     outputs = FixedOutputs({"x": 9})

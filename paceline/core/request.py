@@ -64,7 +64,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate, as a scheduler may see it. Its true output length is the executor's secret."""
+    """One sequence to generate, as a scheduler may see it. Its true output length is the executor's secret.
+
+    Raises ValueError for a prompt without tokens: nothing could follow.
+    """
 
     id: str
     prompt_tokens: int
@@ -75,6 +78,10 @@ class Request:
     prefix: tuple[int, ...] = ()  # chained hash of every full block of the prompt; empty: not to be cached
     max_draft_tokens: int = 0  # the most to draft in a step
     kind: int = 0  # `SamplingParams.kind`
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise ValueError(f"a prompt needs at least one token, not {self.prompt_tokens}")
 
 
 # Columns of a group's table of sequences, in tokens unless said otherwise

@@ -152,8 +152,6 @@ def answer_tokens(model: ServedModel, prompt: int, asked: int | None, default: i
     """How many tokens an answer may have beside a prompt of this many; `default` None is all that fit."""
     left = model.context - prompt
     code = "context_length_exceeded"
-    if prompt == 0:
-        raise bad_request("prompt", "it has no tokens")
     if left < 1:
         text = f"the model's context is {model.context} tokens; the prompt has {prompt}, which leaves none to generate"
         raise bad_request(None, text, code)
@@ -168,6 +166,10 @@ def answer_tokens(model: ServedModel, prompt: int, asked: int | None, default: i
 async def _job(
     model: ServedModel, request: CompletionRequest | ChatRequest, prompts: list[Prompt], max_tokens: int, caller: Caller
 ) -> Job:
+    for index, prompt in enumerate(prompts):
+        if not prompt.tokens:
+            name = "messages" if isinstance(request, ChatRequest) else "prompt"
+            raise bad_request(f"{name}.{index}" if len(prompts) > 1 else name, "it has no tokens")
     try:
         schema = request.response_format.schema_text
     except RecursionError:
@@ -176,6 +178,8 @@ async def _job(
         error = await asyncio.to_thread(schema_error, schema)
         if error:
             raise bad_request("response_format", f"no answer can be held to this schema: {error}")
+        if not model.tokenizer.eos_ids:
+            raise bad_request("response_format", f"{model.name!r} has no end of sequence, so no text of it has an end")
     check_vocabulary("logit_bias", [token for token, _ in request.logit_bias], model)
     check_vocabulary("stop_token_ids", request.stop_token_ids, model)
     options = TextOptions(

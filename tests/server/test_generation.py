@@ -9,7 +9,7 @@ import pytest
 from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.api import ModelStatus
 from paceline.server.app import ServedModel, ServerConfig
-from tests.server.conftest import Server, in_process, in_thread, until, wait_for
+from tests.server.conftest import Server, in_process, in_thread, make_tokenizer, until, wait_for
 
 BODY = {"prompt": "hello", "max_tokens": 200, "n": 3}
 PATHS = [("/v1/completions", BODY), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3})]
@@ -115,6 +115,34 @@ async def test_the_first_choice_comes_before_its_siblings(tokenizer: Tokenizer) 
         await asyncio.wait_for(client.task, 5)
         assert sorted(s.params.choice for s in server.fleet.submitted) == [0, 0, 1, 1, 2, 2]
         assert len({s.params.seed for s in server.fleet.submitted}) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", ""], "n": 2}, "prompt.1"),
+        ("/v1/completions", {"prompt": ["", "a"], "stream": True}, "prompt.0"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": ""}]}, "messages"),
+    ],
+)
+async def test_a_prompt_without_tokens_is_refused_with_those_beside_it(path: str, body: dict, param: str) -> None:
+    async with in_process(make_tokenizer("{{ messages[0].content }}")) as server:
+        answer = await server.client.post(path, json=body | {"max_tokens": 3})
+        assert answer.status_code == 400 and not server.fleet.submitted
+        error = answer.json()["error"]
+        assert (error["param"], error["message"]) == (param, f"{param}: it has no tokens")
+
+
+async def test_a_schema_needs_a_model_whose_texts_end(tokenizer: Tokenizer) -> None:
+    endless = make_tokenizer()
+    endless.eos_ids = ()
+    for one, status in ((tokenizer, 200), (endless, 400)):
+        async with in_process(one) as server:
+            body = {"prompt": "a", "max_tokens": 3, "response_format": {"type": "json_object"}}
+            answer = await server.client.post("/v1/completions", json=body)
+            assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == "response_format" and "no end of sequence" in answer.text
 
 
 async def test_siblings_do_not_compute_the_prompts_logprobs_again(tokenizer: Tokenizer) -> None:
