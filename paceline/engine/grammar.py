@@ -45,12 +45,13 @@ class Grammars:
 
     def __init__(self, tokenizer: Path | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
         """`tokenizer`: the file, None where there is none."""
-        self._vocab_size, self._eos_ids = vocab_size, list(eos_ids)
+        self.eos_ids = tuple(eos_ids)
+        self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
-        if tokenizer is not None and self._eos_ids:
+        if tokenizer is not None and self.eos_ids:
             text = tokenizer.read_text(encoding="utf-8")
             known = 1 + max(Backend.from_str(text).get_vocab(with_added_tokens=True).values(), default=-1)
-            self._tokenizer = LLTokenizer(text, n_vocab=max(known, vocab_size), eos_token=self._eos_ids)
+            self._tokenizer = LLTokenizer(text, n_vocab=max(known, vocab_size), eos_token=list(self.eos_ids))
         self._compiled: dict[str, LLMatcher] = {}  # the newest last
 
     def of(self, schema: str) -> "Grammar":
@@ -65,7 +66,7 @@ class Grammars:
         self._compiled[schema] = matcher
         if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
-        return Grammar(matcher, self._vocab_size, self._eos_ids)
+        return Grammar(matcher, self._vocab_size, self.eos_ids)
 
 
 class Grammar:

@@ -48,6 +48,13 @@ class Models:
         return file if file.is_file() else None
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The front end's, so that drafts end where it ends; without a tokenizer the model's own."""
+        config = self.configs[0]
+        known = Tokenizer.load(self.folders[0]).eos_ids if self.tokenizer else config.eos_ids
+        return tuple(token for token in known if token < config.vocab_size)
+
+    @property
     def token_bytes(self) -> int:
         """Of keys and values of a token."""
         kinds = zip(self.parts, self.precisions, strict=True)

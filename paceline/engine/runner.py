@@ -136,7 +136,7 @@ class ModelRunner:
         if device == "cpu" and (models.drafts.kind == "early_exit" or len(models.parts) > 1):
             chains()
         config, drafts = models.configs[0], models.drafts
-        grammars = Grammars(models.tokenizer, config.vocab_size, config.eos_ids)
+        grammars = Grammars(models.tokenizer, config.vocab_size, models.eos_ids)
         info = load_plan.plan(
             models, max_batch_tokens=max_batch_tokens, max_batch=max_batch, device=device, memory=memory,
             num_blocks=num_blocks, most_blocks=most_blocks, block_size=block_size, context=context, share=share,
@@ -244,7 +244,7 @@ class ModelRunner:
         return begun
 
     def _learn(self, new: NewSequence) -> None:
-        config, state, fault = self.decoder.config, None, ""
+        config, eos_ids, state, fault = self.decoder.config, self.grammars.eos_ids, None, ""
         try:
             if self.answers or self.drafts:
                 grammar = None
@@ -252,10 +252,10 @@ class ModelRunner:
                     grammar = self.grammars.of(new.params.json_schema)
                     self._tick()
                 prompt, generated = new.tokens[: new.num_prompt], new.tokens[new.num_prompt :]
-                state = SamplingState(new.params, config.vocab_size, config.eos_ids, prompt, generated, grammar)
+                state = SamplingState(new.params, config.vocab_size, eos_ids, prompt, generated, grammar)
         except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone
             fault = f"{type(error).__name__}: {error}"
-        stops = new.params.stops(config.eos_ids)
+        stops = new.params.stops(eos_ids)
         tokens = array("q", new.tokens)
         self.sequences[new.id] = EngineSequence(tokens, new.num_prompt, stops, new.params, state, fault)
 

@@ -69,6 +69,8 @@ class Tokenizer:
         config = _read_json(path / "tokenizer_config.json")
         generation = _read_json(path / "generation_config.json")
         eos = generation.get("eos_token_id")
+        if eos is None:
+            eos = _read_json(path / "config.json").get("eos_token_id")
         return cls(
             Backend.from_file(str(file)),
             special_tokens=_special_tokens(_read_json(path / "special_tokens_map.json") | config),

@@ -29,7 +29,7 @@ class SharedVocabulary:
         for token in range(min(sizes[0], target.vocab_size)):
             spelt = target.token_bytes(token)
             same = theirs.get(spelt) if spelt else None
-            if token in target.eos_ids and draft.eos_ids:
+            if token in target.eos_ids and draft.eos_ids and draft.eos_ids[0] < sizes[1]:
                 same = draft.eos_ids[0]
             if same is not None:
                 shared[token] = same

@@ -1,5 +1,6 @@
 """Models that draft: they follow the target through everything, and no answer changes."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
 
 from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
@@ -104,6 +106,31 @@ DRAFTERS = [str(BUILTIN / "coder-draft"), "early_exit", f"trigram:{TEXT}", f"ngr
 @pytest.fixture(scope="module", params=DRAFTERS, ids=["model", "early_exit", "trigram", "ngram+model"])
 def drafting(request: pytest.FixtureRequest) -> ModelRunner:
     return load(request.param)
+
+
+@pytest.mark.parametrize("source", ["tokenizer_config.json", "config.json", "generation_config.json"])
+def test_drafts_end_where_the_front_end_does(tmp_path, source):
+    """Wherever a checkpoint says what ends a sequence."""
+    for file in CODER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    text = "for one in range(10):\n    print(one)\n" * 6
+    tokenizer = Tokenizer.load(CODER)
+    prompt, backend = tokenizer.encode(text, add_special_tokens=False), Backend.from_file(str(CODER / "tokenizer.json"))
+    (answer,) = generate(load("ngram"), [prompt], [SamplingParams(max_tokens=16, temperature=0.0, seeded=True)])
+    end = answer[6]
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        raw = json.loads((CODER / name).read_text()) | {"eos_token_id": None, "eos_token": None}
+        if name == source:
+            raw |= {"eos_token": backend.id_to_token(end)} if name.startswith("tok") else {"eos_token_id": end}
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_text(json.dumps(raw))
+    ends = Tokenizer.load(tmp_path).eos_ids
+    assert ends == (end,)
+    offline = group(load("ngram", tmp_path))
+    offline.eos_ids = ends
+    for most in (0, 8):
+        asked = SamplingParams(max_tokens=16, temperature=0.0, seeded=True, max_draft_tokens=most)
+        assert generate(offline, [prompt], [asked]) == [answer[: answer.index(end) + 1]]
 
 
 SCHEDULES: dict[str, Callable[[], dict]] = {
@@ -375,6 +402,8 @@ def test_tokens_are_matched_by_their_text(tmp_path):
     logits = torch.tensor([[1.0, 2, 3, 4, 5, 6]])
     none = -torch.inf
     assert shared.to_target(logits).tolist() == [[4, none, 3, none, none, none, 1, none, none, none]]
+    target.eos_ids, draft.eos_ids = (1,), (6,)  # of which the draft's logits have none
+    assert SharedVocabulary(target, draft, (10, 6)).num_shared == 3
 
 
 def test_a_pair_without_a_common_token_is_refused_with_the_reason(tiny, tmp_path):
