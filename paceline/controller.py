@@ -398,15 +398,13 @@ def _rank(item: Input) -> tuple[int, int]:
             return 0, group
         case Advance(group, _):
             return 1, group
-        case Lost(group, _):
+        case Lost(group, _) | Back(group, _):  # in the order in which they happened
             return 2, group
-        case Back(group):
-            return 3, group
         case Retire(group):
-            return 4, group
+            return 3, group
         case Submit():
-            return 5, 0
-    return 6, 0
+            return 4, 0
+    return 5, 0
 
 
 def _total(seconds: Iterable[float]) -> float:

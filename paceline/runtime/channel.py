@@ -28,11 +28,14 @@ class FrontEnd(asyncio.Protocol):
         self.closed = asyncio.Event()
         self._receive = receive
         self._buffer = bytearray()
+        self._early: list[bytes] = []  # sent before the connection was there
         self._transport: asyncio.WriteTransport | None = None
 
     def send(self, frame: bytes) -> None:
         """Never blocks. What is sent to a dead process is dropped: its exit is about to be seen."""
-        if self._transport and not self._transport.is_closing():
+        if self._transport is None:
+            self._early.append(frame)
+        elif not self._transport.is_closing():
             self._transport.write(pack(frame))
 
     def close(self) -> None:
@@ -46,6 +49,9 @@ class FrontEnd(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
+        early, self._early = self._early, []
+        for frame in early:
+            self.send(frame)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data

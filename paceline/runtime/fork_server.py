@@ -28,6 +28,7 @@ from setproctitle import setproctitle
 
 MOST = 2**17  # bytes of a request; Linux takes more of them as one message
 LONGEST_S = 600.0  # to import and fork; the first import of all compiles kernels
+AGAIN_S = 30.0  # to fork once more
 STREAMS = (1, 2)  # where a process writes as who asked for it does by then
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 
@@ -83,6 +84,7 @@ class ForkServer:
         self.module = module
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._patience_s = LONGEST_S
 
     def start(self) -> None:
         """Returns before it has imported anything. Raises OSError."""
@@ -105,24 +107,30 @@ class ForkServer:
                 env={"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"} | os.environ,  # no threads at forks
                 start_new_session=True,  # the terminal's Ctrl-C is for the front end, which drains
             )
+        self._patience_s = LONGEST_S
 
     async def fork(self, arguments: Sequence[str], descriptor: int) -> Forked:
         """A process that runs the program's `main`, and has a copy of the descriptor. Raises OSError."""
         for told in self._asked(arguments, [descriptor, *STREAMS]):
             told.setblocking(False)
             with suppress(TimeoutError):
-                if pid := await asyncio.wait_for(asyncio.get_running_loop().sock_recv(told, 16), LONGEST_S):
-                    return Forked(int(pid))
+                answer = asyncio.get_running_loop().sock_recv(told, 16)
+                if pid := await asyncio.wait_for(answer, self._patience_s):
+                    return self._forked(pid)
         raise OSError(f"{self.module} cannot be imported or forked")
 
     def fork_now(self, arguments: Sequence[str], descriptor: int, log: int) -> Forked:
         """The same, blocking; what the process writes goes to `log`."""
         for told in self._asked(arguments, [descriptor, log, log]):
-            told.settimeout(LONGEST_S)
+            told.settimeout(self._patience_s)
             with suppress(TimeoutError):
                 if pid := told.recv(16):
-                    return Forked(int(pid))
+                    return self._forked(pid)
         raise OSError(f"{self.module} cannot be imported or forked")
+
+    def _forked(self, pid: bytes) -> Forked:
+        self._patience_s = AGAIN_S  # it has imported everything
+        return Forked(int(pid))
 
     def _asked(self, arguments: Sequence[str], descriptors: Sequence[int]) -> Iterator[socket.socket]:
         """Where the process will tell its id: twice, for what ended a worker may have ended the server."""

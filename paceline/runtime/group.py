@@ -53,6 +53,7 @@ class Flight:
     others: bool  # `StepRecord.others`, and `before`
     before: bool
     sent: float = 0.0  # when; 0: not yet
+    outputs: list[tuple[int, RunningSequence, SliceOutput]] = field(default_factory=list)  # of parts that are done
     later: Pushes = field(default_factory=list)
     drafts: list[Drafted] = field(default_factory=list)
     forward_s: float = 0.0
@@ -230,17 +231,13 @@ class ModelGroup:
         if flight is None:  # the model was unloaded meanwhile
             return
         received = time.perf_counter()
-        for (index, seq), output in zip(flight.parts.popleft(), message.outputs, strict=True):
-            if self.sequences.get(seq.id) is seq:
-                self._take(flight, index, seq, output)
-            else:  # cancelled meanwhile: it ends here, whatever the output says
-                flight.result.failed.append(index)
+        part = flight.parts.popleft()
+        flight.outputs += [(*one, output) for one, output in zip(part, message.outputs, strict=True)]
         flight.forward_s += message.forward_s
         flight.sample_s += message.sample_s
         flight.draft_s += message.draft_s
         flight.result.draft_seconds += message.draft_s
         flight.result.seconds += message.forward_s + message.sample_s
-        flight.output_s += time.perf_counter() - received
         if flight.parts:
             self._send(flight)
             return
@@ -255,6 +252,13 @@ class ModelGroup:
         """Completes batches, all in one turn; after a crash only the parts that were done have results."""
         assert self.driver is not None
         for flight in flights:
+            begin = time.perf_counter()
+            for index, seq, output in flight.outputs:
+                if self.sequences.get(seq.id) is seq:
+                    self._take(flight, index, seq, output)
+                else:  # cancelled meanwhile: it ends here, whatever the output says
+                    flight.result.failed.append(index)
+            flight.output_s += time.perf_counter() - begin
             del self._flying[flight.batch.id]
             self.driver.post(Complete(self.index, flight.batch.id, flight.result))
         self.driver.flush()

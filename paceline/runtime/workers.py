@@ -15,6 +15,7 @@ from paceline.runtime.messages import Advanced, Failed, FromWorker, Loading, Rea
 HANG_S = 1.7  # workers of which one has not moved for so long are killed and started again: seen within 2 s
 LOST_S = 10.0  # and such that owe a step of which none has computed anything for so long
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
+LOAD_STUCK_S = 600.0  # or none of them has said how far it is; the first of all compiles kernels meanwhile
 MAX_RESTARTS = 5  # in a row, without a step in between, and since a request was to blame
 MOST_RESTARTS = 20  # in a row, whoever is to blame
 NO_ROOM_S = 30.0  # without room for so long: a cluster's other nodes have some in seconds, a new one comes in minutes
@@ -136,8 +137,9 @@ class Workers:
             process.pulse.forgive(late)
         self._asked += late
         hangs = any(process.pid > 0 and process.pulse.silent_s > limit for process in self._processes)
-        idle_s = min((process.pulse.idle_s for process in self._processes), default=0.0)
-        if hangs or (self._owed and min(idle_s, time.monotonic() - self._asked) > LOST_S):
+        idle_s = min((process.pulse.idle_s if process.pid > 0 else 0.0 for process in self._processes), default=0.0)
+        stuck = idle_s > LOAD_STUCK_S and self.state != "ready"
+        if hangs or stuck or (self._owed and min(idle_s, time.monotonic() - self._asked) > LOST_S):
             self._kill()
 
     async def _meeting(self) -> str | None:

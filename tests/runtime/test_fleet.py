@@ -298,7 +298,7 @@ async def test_a_crash_keeps_what_all_batches_in_flight_had_yielded():
 
     def half_done() -> bool:
         flights = list(group._flying.values())
-        return len(flights) == 2 and bool(flights[0].parts) and any(flights[0].result.tokens)
+        return len(flights) == 2 and bool(flights[0].parts) and any(output.tokens for *_, output in flights[0].outputs)
 
     try:
         sinks = [Collector() for _ in range(8)]
@@ -338,6 +338,13 @@ async def test_workers_that_owe_a_step_and_compute_nothing_are_replaced(tmp_path
         await sink.done.wait()
         assert sink.tokens == expected([LOSE_ONCE, 2], 20) and not sink.error
         assert running.workers[0].pids != [pid]
+
+
+async def test_workers_that_load_and_never_say_how_far_they_are_are_ended(monkeypatch):
+    """Their heartbeats say that they wait for something."""
+    monkeypatch.setattr(workers, "LOAD_STUCK_S", 1.0)
+    async with asyncio.timeout(20), fleet(load_s=60.0) as running:
+        assert [one.state for one in running.status()] == ["failed"]
 
 
 @AHEAD

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import time
 
 import pytest
 
@@ -75,6 +76,28 @@ async def test_a_cold_model_comes_though_all_others_are_busy_and_loses_them_noth
             await asyncio.gather(*(sink.done.wait() for sink in busy))
         assert late.tokens == expected([7, 8], 3)
         assert [sink.tokens for sink in busy] == [expected([i, 5], 220) for i in range(4)]
+
+
+async def test_a_model_unloaded_between_the_parts_of_a_step_loses_nobodys_tokens():
+    """After a crash a batch goes in parts; those that are done have been told to nobody yet."""
+    async with LocalFleet([worker("a", "b", slots=1, delay=0.2)], FleetConfig(token_budget=16)) as fleet:
+        group, controller = fleet.groups[0], fleet.driver.controller
+        sinks = [Collector() for _ in range(3)]
+        for i, sink in enumerate(sinks):
+            fleet.submit("a", [i, 5], SamplingParams(max_tokens=3), sink)
+        await until(lambda: all(sink.tokens for sink in sinks))
+        os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
+        await until(lambda: any(flight.outputs and flight.parts for flight in group._flying.values()))
+        assert len(controller.sequences) == 3, "the last token of one is there"
+        controller.groups[0].resident = False  # as its device is another model's turn, and then its own again
+        controller.lose(0, time.monotonic())
+        group.unload()
+        controller.groups[0].resident = True
+        group.load()
+        async with asyncio.timeout(30):
+            await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        assert [sink.tokens for sink in sinks] == [expected([i, 5], 3) for i in range(3)]
+        assert not controller.sequences and not fleet.sequences
 
 
 async def test_steps_go_on_while_a_model_is_loaded():
