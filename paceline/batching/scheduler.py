@@ -350,7 +350,7 @@ class Scheduler:
         for index, hashes in result.hashes:
             self._know(batch.sequences[index], hashes)
         column = np.frombuffer(tokens, np.uint8)
-        if self.lookahead and (batch.drafts or self.state.now[DRAFTING]):
+        if self.lookahead:  # asked or not: a draft model counts these steps, too
             steady = batch.num_decodes == len(tokens) and not gone
             if batch.drafts or not self.lookahead.rested(slots, steady, result.seconds):
                 drafted = np.frombuffer(result.drafted or bytes(len(tokens)), np.uint8)

@@ -22,8 +22,9 @@ long anyway.
 import numpy as np
 from numba import njit
 
-from paceline.compiled import CORE, F64, FLOATS, I64, INTS, INTS_2D, array_of, making, part, watched
+from paceline.compiled import BOOL, CORE, F64, FLOATS, I64, INTS, INTS_2D, array_of, making, part, watched
 from paceline.core.batch import AGAIN
+from paceline.core.batch import follows as _follows
 from paceline.core.request import (
     ASKED,
     BY_BUDGET,
@@ -41,6 +42,7 @@ from paceline.speculation.costs import reading, seconds_of
 from paceline.speculation.times import SIZES, drafting_of, of_sequences, of_tokens, pace_of, verifying_of
 
 COUNTS = array_of(F64, 3)
+follows = njit(BOOL(I64), cache=True)(_follows)
 GUESS = 0.95  # acceptance of a drafter that nobody has tried: so high that it is tried wherever a good one would pay
 WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of its kind, in tries
 TRIES = np.array([0.002, 0.001])  # shares of the time, for tries of drafts or none, and of other widths
@@ -326,7 +328,8 @@ def choose_at_pace(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, linear, token, context,
     draft_linear, draft_token, draft_context, mean, thresholds, chosen, rest, idle,
 ):  # fmt: skip
-    """The same where steps take what is known of this machine: seconds of drafting; a try's are spent.
+    """The same where steps take what is known of this machine: seconds of drafting, or of what a draft model reads of
+    prompts; a try's are spent.
 
     `idle`: steps in a row in which nobody drafted, and tries so far.
     """
@@ -337,6 +340,9 @@ def choose_at_pace(  # type: ignore[no-untyped-def]
         spare[1] / pace, idle[1] // ROW, linear, token, context, draft_linear, draft_token, draft_context,
         verifying_of(mean), drafting_of(mean), thresholds, chosen, rest,
     )  # fmt: skip
+    prompts = min(pending, budget)
+    if seconds == 0.0 and prompts > 0 and follows(idle[0] + 1):
+        seconds = drafting_of(mean)[0] * seconds_of(draft_linear, 0.0, 0.0, prompts, 0)
     idle[1] += of_drafts > 0
     spare[0] -= of_drafts * pace
     spare[1] -= of_width * pace

@@ -23,9 +23,8 @@ from numba import njit, types
 from numpy.typing import NDArray
 
 from paceline.compiled import BOOL, CORE, F64, FLOATS, FLOATS_2D, I64, INTS, VOID, part, watched
-from paceline.core.batch import follows
 from paceline.core.request import MAX_DRAFT_TOKENS, NUM_KINDS
-from paceline.speculation.choice import COUNTS, THRESHOLDS, TRIES, choose_at_pace
+from paceline.speculation.choice import COUNTS, THRESHOLDS, TRIES, choose_at_pace, follows
 from paceline.speculation.costs import BYTES, Costs, expected
 from paceline.speculation.times import Times, forget_a_step, observe_step, of_sequences, of_tokens
 
@@ -163,9 +162,6 @@ class Lookahead:
         self._begun = True
 
 
-_follows = njit(BOOL(I64), cache=True)(follows)
-
-
 @part
 def _fade(counts, begin, end, keeps):  # type: ignore[no-untyped-def]
     """Such a share stays of what was accepted and tried at these places. A loop: arrays take seconds to compile."""
@@ -249,7 +245,7 @@ def observe(slots, known, asked, drafted, emitted, counts, group, kinds, unread,
         elif known[i] == 1:
             unread[slot] += emitted[i]
         else:
-            unread[slot] = emitted[i] + (0 if _follows(idle[0]) else unread[slot] + known[i])
+            unread[slot] = emitted[i] + (0 if follows(idle[0]) else unread[slot] + known[i])
         tried = min(drafted[i], emitted[i], MAX_DRAFT_TOKENS)  # the first that was refused is the last
         for j in range(tried):
             kept = j + 1 < emitted[i]

@@ -404,6 +404,15 @@ def test_drafts_stop_for_prompts_that_the_step_takes_and_for_no_others():
         assert places == 2 or asked[:3] == [1, 4, 4], "the first draft is one token"
 
 
+def test_steps_of_sequences_that_may_not_draft_count_as_a_draft_model_counts_them():
+    """Which follows prompts for so many steps behind the last draft, whoever is in them."""
+    lookahead = Lookahead(Costs([1.0] * 100), None)
+    controller = Controller([GroupConfig(scheduler=SchedulerConfig(), lookahead=lambda: lookahead)])
+    outputs = FixedOutputs({"a": 20}, lambda request, drafted: drafted)
+    trace = simulate(controller, [Request("a", 4, 20)], lambda batch: 1, outputs)
+    assert lookahead.idle[0] == sum(e.kind == "started" for e in trace) == 20
+
+
 def test_drafts_leave_to_prompts_what_steps_are_wide_without_them():
     """Beside a whole prompt drafts would pay, as the token budget allows; but the knee is narrower, and there they take
     the place of certain progress."""

@@ -178,6 +178,13 @@ def test_beside_a_prompt_that_fits_as_many_are_drafted_as_without():
     numbers, drafts, slots = sequences(2, 4)
     without, beside = (reads.choose(numbers, drafts, slots, pending, 512)[1] for pending in (0, 64))
     assert beside - without == pytest.approx(64 * 0.001)
+    # nor does a step without drafts take less where the draft model reads its prompt
+    idle = Lookahead(FLAT, rising(0.02, 0.001))
+    idle.choose(numbers, 0 * drafts, slots, 0, 512)
+    for steps, seconds in ((FOLLOWED - 1, 0.02 + 0.064), (1, 0.0)):
+        assert idle.choose(numbers, 0 * drafts, slots, 64, 512)[1] == pytest.approx(seconds)
+        for _ in range(steps):
+            decoded(idle, slots, np.zeros(2, np.uint8), np.ones(2, np.uint8))
     # where the draft model takes longer to read it than all drafts are worth, nobody drafts
     slow = taught(Lookahead(rising(1.0, 0.01), rising(0.02, 0.04)), 0.9, 0.9)
     assert min(chosen(slow, 2)) > 0
