@@ -7,9 +7,11 @@ what K = 4 gives by how tokens are drawn (its Table 1). `loads`: so many request
 drafts, K fixed, and as many as pay (adaptive). Ways of one request take turns run by run, those of loads every few
 steps, so that what the machine does in a minute happens to all of them; a ratio's error is the standard one of its
 parts. Which K is best is found in steps that do not count: the best of several ways by the steps that it is compared in
-is mostly one that was lucky there. Requests of a load come in waves, so parts have more or fewer prompts than belong to
-their tokens: what those take is evened out, by the profile. What comes in the first second does not count: a server has
-learnt what it can. Draft models are in int8, which is the default, or plain: in fp32 as their targets.
+is mostly one that was lucky there. Answers of a load are of different lengths: where all are as long, and nobody
+drafts, they stay together, and their prompts come together in few wide steps, as those of no real load. Parts have more
+or fewer prompts than belong to their tokens: what those take is evened out, by the profile. What comes in the first
+second does not count: a server has learnt what it can. Draft models are in int8, which is the default, or plain: in
+fp32 as their targets.
 """
 
 import time
@@ -83,14 +85,17 @@ class Pair:
         return counts | {"output": sum(len(one.tokens) for one in results)}
 
     def requests(
-        self, count: int, most: int, seed: int, temperature: float = 1.0, top_p: float = 1.0
+        self, count: int, most: int, seed: int, apart: bool = False, temperature: float = 1.0, top_p: float = 1.0
     ) -> tuple[list[list[int]], list[SamplingParams]]:  # fmt: skip
+        """`apart`: answers are of different lengths, up to half of the usual one longer or shorter."""
         prompts = [Random(100 * seed + i).choices(range(300, VOCABULARY), k=PROMPT) for i in range(count)]
         base = SamplingParams(
             max_tokens=self.output, temperature=temperature, top_p=top_p, ignore_eos=True, seeded=False,
             max_draft_tokens=most,
         )  # fmt: skip
-        return prompts, [replace(base, seed=1000 * seed + i) for i in range(count)]
+        random, more = Random(seed), self.output // 2 if apart else 0
+        lengths = [self.output + random.randint(-more, more) for _ in range(count)]
+        return prompts, [replace(base, seed=1000 * seed + i, max_tokens=one) for i, one in enumerate(lengths)]
 
     def offline(self, runner: ModelRunner, at_a_time: int, adaptive: bool, counts: dict[str, float]) -> Offline:
         """An engine that counts what its steps do; what decodes do apart."""
@@ -123,7 +128,7 @@ class Pair:
         for name in ways:
             most, adaptive = WAYS[name]
             offline = self.offline(self.of[name], at_a_time, adaptive, counts[name])
-            prompts, params = self.requests(MANY, most, at_a_time)
+            prompts, params = self.requests(MANY, most, at_a_time, apart=True)
             outputs = [Output() for _ in prompts]
             flows[name] = offline.steps(prompts, params, outputs, [0.0] * len(prompts))
         parts: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
