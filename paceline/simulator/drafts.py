@@ -32,8 +32,8 @@ from paceline.batching.state import (
 from paceline.compiled import making, part
 from paceline.core.request import KNOWN, LIMIT, MAX_DRAFT_TOKENS, NUM_KINDS, TAG
 from paceline.latency.step_time import StepTime
-from paceline.speculation.choice import THRESHOLDS, choose
-from paceline.speculation.costs import Costs, expected
+from paceline.speculation.choice import THRESHOLDS, choose, following
+from paceline.speculation.costs import Costs, expected, reading
 from paceline.speculation.lookahead import observe, rests
 from paceline.speculation.times import SIZES
 
@@ -130,12 +130,14 @@ def draft(d: Drafts, g: int, s: State) -> None:
             d.more[2 * g, 1], d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying,
             d.drafting, d.thresholds, s.chosen, d.rest[g],
         )  # fmt: skip
+        if s.factors[SPENT] == 0.0:
+            s.factors[SPENT] = following(d.idle[g] + 1, min(waits, budget), d.drafting, d.linear[middle:end])
 
 
 @making
 def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float:
-    """What drafting takes in the step composed at this place of the ring, of so many slices."""
-    step, read, drafts, unread = s.steps[at], 0, 0, 0
+    """What drafting, and reading prompts for it, takes in the step composed at this place of the ring."""
+    step, read, drafts, unread, prompts = s.steps[at], 0, 0, 0, 0
     drafted = np.zeros(count, np.uint8)
     for i in range(count):
         if step[DRAFT, i] > 0:
@@ -143,30 +145,29 @@ def seconds_of_drafts(d: Drafts, g: int, s: State, at: int, count: int) -> float
             read += step[START, i]
             unread += d.unread[g, step[SLOT, i]]
             drafts += 1
-    if drafts == 0:
-        return 0.0
+        elif step[LENGTH, i] > 1 and s.drafts[step[SLOT, i]] > 0:
+            prompts += step[LENGTH, i]
     own, middle, end = d.ends[2 * g], d.ends[2 * g + 1], d.ends[2 * g + 2]
+    if drafts == 0:
+        return following(d.idle[g] + 1, prompts, d.drafting, d.linear[middle:end])
     first, further, _ = expected(
         drafted[:drafts], unread, read, d.linear[own:middle], d.more[2 * g, 0], d.more[2 * g, 1],
         d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1],
     )  # fmt: skip
-    return first + further
+    return first + further + reading(d.linear[middle:end], drafts, prompts)
 
 
 @making
 def judge(d: Drafts, g: int, s: State, at: int) -> None:
     """The step at this place of the ring is done: which of its drafts stay, and what is learnt of it."""
     step, emits, count = s.steps[at], s.emits[at], s.sizes[at]
-    some = s.now[DRAFTING] > 0
     for i in range(count):
         slot, drafted = step[SLOT, i], step[DRAFT, i]
-        some |= drafted > 0
         if drafted > 0:
             left = s.numbers[slot, LIMIT] - s.numbers[slot, KNOWN]
             emits[i] = 1 + num_staying(s.numbers[slot, TAG], left, drafted, d.acceptance[g])
-    if some:
-        observe(
-            step[SLOT, :count], step[LENGTH, :count] - step[DRAFT, :count], step[DRAFT, :count],
-            step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g], d.group[g], d.kinds[g], d.unread[g],
-            d.idle[g : g + 1],
-        )  # fmt: skip
+    observe(
+        step[SLOT, :count], step[LENGTH, :count] - step[DRAFT, :count], step[DRAFT, :count],
+        step[DRAFT, :count].astype(np.uint8), emits[:count], d.counts[g], d.group[g], d.kinds[g], d.unread[g],
+        d.idle[g : g + 1],
+    )  # fmt: skip

@@ -316,6 +316,12 @@ def choose(  # type: ignore[no-untyped-def]
     return best[DRAFTING], _lost(best, plain), 0.0
 
 
+@part
+def following(idle, prompts, slower, draft_linear):  # type: ignore[no-untyped-def]
+    """Seconds in which a draft model reads so many tokens of prompts in a step without drafts."""
+    return slower[0] * seconds_of(draft_linear, 0.0, 0.0, prompts, 0) if prompts > 0 and follows(idle) else 0.0
+
+
 @watched(
     F64(
         INTS_2D, INTS, INTS, COUNTS, COUNTS, INTS, INTS, I64, I64, F64, FLOATS, FLOATS, F64, F64, FLOATS, F64, F64,
@@ -340,9 +346,8 @@ def choose_at_pace(  # type: ignore[no-untyped-def]
         spare[1] / pace, idle[1] // ROW, linear, token, context, draft_linear, draft_token, draft_context,
         verifying_of(mean), drafting_of(mean), thresholds, chosen, rest,
     )  # fmt: skip
-    prompts = min(pending, budget)
-    if seconds == 0.0 and prompts > 0 and follows(idle[0] + 1):
-        seconds = drafting_of(mean)[0] * seconds_of(draft_linear, 0.0, 0.0, prompts, 0)
+    if seconds == 0.0:
+        seconds = following(idle[0] + 1, min(pending, budget), drafting_of(mean), draft_linear)
     idle[1] += of_drafts > 0
     spare[0] -= of_drafts * pace
     spare[1] -= of_width * pace

@@ -15,7 +15,7 @@ from paceline.batching.policies import POLICIES
 from paceline.batching.state import ADAPTIVE, BESIDE, MARGIN, PACE, SHARE, SHARED, WAITS, WIDE, State
 from paceline.compiled import Handle, plain
 from paceline.controller import Controller, GroupConfig
-from paceline.core.batch import Batch, StepResult, StepShape
+from paceline.core.batch import Batch, StepResult, StepShape, follows
 from paceline.core.events import Unreachable
 from paceline.core.request import SLO, Request
 from paceline.latency.step_time import BEFORE, NO_INTERFERENCE, OTHERS, WIDTHS, StepTime
@@ -170,18 +170,30 @@ def learnt(state: State, group: SimulatedGroup) -> list[float]:
 
 
 def drafting(group: SimulatedGroup, batch: Batch) -> float:
-    """Seconds of a step's drafts."""
-    if not batch.drafts:
+    """Seconds of a step's drafts, and of reading its prompts."""
+    if not group.drafts:
         return 0.0
-    own, rows = group.drafts, zip(batch.starts, batch.drafts, batch.sequences, strict=True)
+    target, own = ((np.array(one.linear), one.token, one.context) for one in costs_of(group))
+    lookahead, prompts = group.config.lookahead(), sum(n for n in batch.lengths[batch.num_decodes :] if n > 1)
+    if not batch.drafts:
+        return seconds(own[0], prompts) if prompts and follows(int(lookahead.idle[0]) + lookahead._rested + 1) else 0.0
+    rows = zip(batch.starts, batch.drafts, batch.sequences, strict=True)
     drafted = [(start, k, sequence.slot) for start, k, sequence in rows if k]
-    unread = sum(group.config.lookahead().unread[slot] for *_, slot in drafted)
-    arrays = (
-        (np.array(one.linear), one.token, one.context)
-        for one in (Costs.of(group.step_time), (own.costs or Costs([0.0])).drafting)
-    )
+    unread = sum(lookahead.unread[slot] for *_, slot in drafted)
     counts, read = np.array([k for _, k, _ in drafted], np.uint8), sum(start for start, *_ in drafted)
-    return sum(expected(counts, int(unread), read, *(value for one in arrays for value in one))[:2])
+    more = seconds(own[0], len(drafted) + prompts) - seconds(own[0], len(drafted))
+    return sum(expected(counts, int(unread), read, *target, *own)[:2]) + max(0.0, more)
+
+
+def seconds(linear: np.ndarray, tokens: int) -> float:
+    """Of a pass of so many tokens."""
+    last = len(linear) - 1
+    return linear[tokens] if tokens <= last else linear[last] * tokens / max(last, 1)
+
+
+def costs_of(group: SimulatedGroup) -> tuple[Costs, Costs]:
+    """Of its model and its drafts."""
+    return Costs.of(group.step_time), (group.drafts.costs or Costs([0.0])).drafting
 
 
 def workload(policy: str, seed: int) -> tuple[list[SimulatedGroup], list[Request]]:
