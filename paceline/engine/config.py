@@ -268,6 +268,12 @@ class _Keys:
         return value
 
 
+def named_eos(generation: dict[str, Any], config: dict[str, Any]) -> Any:
+    """What ends a sequence by generation_config.json, or else by config.json: ids, one, or None."""
+    named = generation.get("eos_token_id")
+    return config.get("eos_token_id") if named is None else named
+
+
 def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> ModelConfig:
     name, rules = _architecture(raw, where)
     keys = _Keys(raw, dict(rules.defaults), where)
@@ -282,7 +288,6 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> Model
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim must be even for rotary embeddings, not {head_dim}")
     max_context = keys.integer("max_position_embeddings", 2048)
-    eos = generation.get("eos_token_id")
     return ModelConfig(
         architecture=name,
         vocab_size=keys.integer("vocab_size"),
@@ -301,7 +306,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> Model
         qk_norm=rules.qk_norm,
         windows=_windows(keys, rules, layers),
         rope=_rope(keys, max_context),
-        eos_ids=_token_ids(eos if eos is not None else raw.get("eos_token_id"), "eos_token_id", where),
+        eos_ids=_token_ids(named_eos(generation, raw), "eos_token_id", where),
         bos_id=next(iter(_token_ids(raw.get("bos_token_id"), "bos_token_id", where)), None),
         **_experts(keys, rules, layers),
     )

@@ -14,6 +14,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from paceline.engine.config import named_eos
+
 REPLACEMENT = "\ufffd"
 MAX_HELD = 64  # tokens: a longer run of bytes that are no text is released as it is
 CONTEXT = 8  # tokens of the prompt that a sentencepiece-style decoder sees before the first generated one
@@ -67,10 +69,7 @@ class Tokenizer:
         if not file.is_file():
             raise FileNotFoundError(f"no tokenizer.json in {path}")
         config = _read_json(path / "tokenizer_config.json")
-        generation = _read_json(path / "generation_config.json")
-        eos = generation.get("eos_token_id")
-        if eos is None:
-            eos = _read_json(path / "config.json").get("eos_token_id")
+        eos = named_eos(_read_json(path / "generation_config.json"), _read_json(path / "config.json"))
         return cls(
             Backend.from_file(str(file)),
             special_tokens=_special_tokens(_read_json(path / "special_tokens_map.json") | config),

@@ -175,11 +175,11 @@ async def _job(
     except RecursionError:
         raise bad_request("response_format", "the schema is nested too deeply") from None
     if schema:
+        if not model.tokenizer.eos_ids:
+            raise bad_request("response_format", f"{model.name!r} has no end of sequence, so no text of it has an end")
         error = await asyncio.to_thread(schema_error, schema)
         if error:
             raise bad_request("response_format", f"no answer can be held to this schema: {error}")
-        if not model.tokenizer.eos_ids:
-            raise bad_request("response_format", f"{model.name!r} has no end of sequence, so no text of it has an end")
     check_vocabulary("logit_bias", [token for token, _ in request.logit_bias], model)
     check_vocabulary("stop_token_ids", request.stop_token_ids, model)
     options = TextOptions(

@@ -126,12 +126,10 @@ def draft(d: Drafts, g: int, s: State) -> None:
         middle, end = d.ends[2 * g + 1], d.ends[2 * g + 2]
         s.factors[SPENT], _, _ = choose(
             s.numbers, s.drafts, running, d.counts[g], d.group[g], d.kinds[g], d.unread[g], waits, budget,
-            goal_of_step(s), 0.0, 0.0, 0, d.linear[own:middle], d.more[2 * g, 0],
+            goal_of_step(s), 0.0, 0.0, d.idle[g], 0, d.linear[own:middle], d.more[2 * g, 0],
             d.more[2 * g, 1], d.linear[middle:end], d.more[2 * g + 1, 0], d.more[2 * g + 1, 1], d.verifying,
             d.drafting, d.thresholds, s.chosen, d.rest[g],
         )  # fmt: skip
-        if s.factors[SPENT] == 0.0:
-            s.factors[SPENT] = following(d.idle[g] + 1, min(waits, budget), d.drafting, d.linear[middle:end])
 
 
 @making

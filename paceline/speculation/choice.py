@@ -240,13 +240,20 @@ def _take(one, survival, running, chosen):  # type: ignore[no-untyped-def]
             chosen[running[i]] = j + 1
 
 
+@part
+def following(idle, prompts, slower, draft_linear):  # type: ignore[no-untyped-def]
+    """Seconds in which a draft model reads so many tokens of prompts in a step without drafts."""
+    return slower[0] * seconds_of(draft_linear, 0.0, 0.0, prompts, 0) if prompts > 0 and follows(idle) else 0.0
+
+
 @making
 def choose(  # type: ignore[no-untyped-def]
-    numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, for_widths, turn, linear,
-    token, context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen, rest,
+    numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, for_widths, idle, turn,
+    linear, token, context, draft_linear, draft_token, draft_context, verifying, slower, thresholds, chosen, rest,
 ):  # fmt: skip
-    """Seconds of drafting, and what it costs if this is a try: of drafts or none, and of another width."""
-    rest[0] = 0
+    """Seconds of drafting, or, where nobody drafts, of what a draft model reads of prompts; what it costs if this is a
+    try: of drafts or none, and of another width."""
+    rest[0], reads = 0, following(idle + 1, min(pending, budget), slower, draft_linear)
     survival, there, decodes, read = _survivals(numbers, drafts, running, counts, group, kinds)
     # within a goal nobody drafts whose draft model cannot catch up in time
     plain_s, caught_up = seconds_of(linear, token, context, decodes, read), 0
@@ -276,14 +283,14 @@ def choose(  # type: ignore[no-untyped-def]
                 numbers[running[i], HELD_BACK] = BY_TIME if plain_s <= goal and decodes < budget else BY_BUDGET
         if pending == 0 and decodes == running.shape[0]:
             _lie_down(rest, numbers, running, REST)
-        return 0.0, 0.0, 0.0
+        return reads, 0.0, 0.0
     # what seems worse is tried where that costs no more than may be spent on it
     if best[RATE] > plain:
         cost = plain_s * (1 - plain / best[RATE])
         if cost <= spare:
             if pending == 0 and decodes == running.shape[0]:
                 _lie_down(rest, numbers, running, spare / max(cost, 1e-9 * plain_s) - 2)
-            return 0.0, cost * max(1, rest[0]), 0.0  # else who is asked for nothing would be asked in every step
+            return reads, cost * max(1, rest[0]), 0.0  # else who is asked for nothing would be asked in every step
         cost, rate = 0.0, best[RATE]
         at = -1
         for i in range(SIZES):
@@ -310,16 +317,10 @@ def choose(  # type: ignore[no-untyped-def]
     if best[RATE] == 0 or cost > spare:
         if pending == 0 and decodes == running.shape[0]:
             _lie_down(rest, numbers, running, (cost - spare) / (TRIES[0] * plain_s))
-        return 0.0, 0.0, 0.0
+        return reads, 0.0, 0.0
     best = found[_whose_turn(found, plain, spare, turn)]
     _take(best, survival, running, chosen)
     return best[DRAFTING], _lost(best, plain), 0.0
-
-
-@part
-def following(idle, prompts, slower, draft_linear):  # type: ignore[no-untyped-def]
-    """Seconds in which a draft model reads so many tokens of prompts in a step without drafts."""
-    return slower[0] * seconds_of(draft_linear, 0.0, 0.0, prompts, 0) if prompts > 0 and follows(idle) else 0.0
 
 
 @watched(
@@ -334,8 +335,7 @@ def choose_at_pace(  # type: ignore[no-untyped-def]
     numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal, spare, linear, token, context,
     draft_linear, draft_token, draft_context, mean, thresholds, chosen, rest, idle,
 ):  # fmt: skip
-    """The same where steps take what is known of this machine: seconds of drafting, or of what a draft model reads of
-    prompts; a try's are spent.
+    """The same where steps take what is known of this machine: seconds of drafting or reading; a try's are spent.
 
     `idle`: steps in a row in which nobody drafted, and tries so far.
     """
@@ -343,11 +343,9 @@ def choose_at_pace(  # type: ignore[no-untyped-def]
     tries = spare[0] / (ROW if idle[0] > 0 else 1)
     seconds, of_drafts, of_width = choose(
         numbers, drafts, running, counts, group, kinds, unread, pending, budget, goal / pace, tries / pace,
-        spare[1] / pace, idle[1] // ROW, linear, token, context, draft_linear, draft_token, draft_context,
+        spare[1] / pace, idle[0], idle[1] // ROW, linear, token, context, draft_linear, draft_token, draft_context,
         verifying_of(mean), drafting_of(mean), thresholds, chosen, rest,
     )  # fmt: skip
-    if seconds == 0.0:
-        seconds = following(idle[0] + 1, min(pending, budget), drafting_of(mean), draft_linear)
     idle[1] += of_drafts > 0
     spare[0] -= of_drafts * pace
     spare[1] -= of_width * pace
