@@ -8,7 +8,7 @@ give, piece by piece, exactly the text that decoding everything at once gives.
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from paceline.engine.config import named_eos
 REPLACEMENT = "\ufffd"
 MAX_HELD = 64  # tokens: a longer run of bytes that are no text is released as it is
 CONTEXT = 8  # tokens of the prompt that a sentencepiece-style decoder sees before the first generated one
+KEEPING = {"ByteLevel", "Digits", "Split, Isolated", "Split, MergedWithPrevious", "Split, MergedWithNext"}  # all text
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -52,15 +53,18 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self._added = {token: entry.content for token, entry in added.items()}
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocabulary.values(), default=-1)
         eos = self._role_id("eos_token")
         self.eos_ids = tuple(dict.fromkeys([*eos_ids, *([] if eos is None else [eos])]))
         self.bos_id = self._role_id("bos_token")
-        kinds = _decoder_kinds(json.loads(backend.to_str())["decoder"])
+        parts = json.loads(backend.to_str())
+        kinds = _kinds(parts["decoder"])
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
         self._spaced = "Metaspace" in kinds or "Replace" in kinds
         self._bytes: list[bytes | None] = [None] * self.vocab_size
+        self._longest = _longest(parts, vocabulary)
 
     @classmethod
     def load(cls, path: Path) -> "Tokenizer":
@@ -79,11 +83,16 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids; with add_special_tokens also what the tokenizer's post-processor puts around (a BOS, say)."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # a batch, for that is what lets other threads run meanwhile (`decode` as well)
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def surely_more(self, text: str, tokens: int) -> bool:
+        """Whether the text has more than this many tokens, by its length alone."""
+        return 0 < self._longest * tokens < len(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_bytes(self, token: int) -> bytes:
         """The exact bytes of one token (a part of a character, perhaps); empty for an id outside the vocabulary."""
@@ -276,13 +285,24 @@ def _borders(stop: str) -> list[int]:
     return borders
 
 
-def _decoder_kinds(decoder: dict[str, Any] | None) -> list[str]:
-    """The types of a decoder of tokenizer.json, a sequence flattened."""
-    if decoder is None:
+def _kinds(part: dict[str, Any] | None) -> list[str]:
+    """The types in a decoder, a pre-tokenizer or a normalizer of a tokenizer.json."""
+    if part is None:
         return []
-    if decoder["type"] == "Sequence":
-        return [kind for part in decoder["decoders"] for kind in _decoder_kinds(part)]
-    return [decoder["type"]]
+    if part["type"] == "Sequence":
+        (parts,) = (value for value in part.values() if isinstance(value, list))
+        return [kind for part in parts for kind in _kinds(part)]
+    return [f"{part['type']}, {part['behavior']}" if "behavior" in part else part["type"]]
+
+
+def _longest(parts: dict[str, Any], vocabulary: Iterable[str]) -> int:
+    """Bytes of text that a token stands for at most; 0 where that is not known to be so, for text may be left out."""
+    kept = BYTE_ALPHABET.keys() <= set(vocabulary) and set(_kinds(parts["pre_tokenizer"])) <= KEEPING
+    strips = any(added["lstrip"] or added["rstrip"] for added in parts["added_tokens"])
+    if strips or not kept or _kinds(parts["decoder"]) != ["ByteLevel"] or set(_kinds(parts["normalizer"])) - {"NFC"}:
+        return 0
+    joined = 4 if parts["normalizer"] else 1  # bytes that NFC makes one of at most
+    return joined * max(len(text.encode()) for text in vocabulary)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

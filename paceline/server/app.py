@@ -24,6 +24,7 @@ from paceline.server.middleware import Auth, Edge
 from paceline.server.prepare import (
     Caller,
     ServedModel,
+    beside,
     chat_job,
     chat_text,
     check_vocabulary,
@@ -176,19 +177,26 @@ class Api:
         model = self._named_or_first(body.model)
         if body.messages is not None:
             template = self.templates.get(model.name)
-            text = await chat_text(model, template, body.messages, body.add_generation_prompt)
-            tokens = await encode(model, text, body.add_special_tokens or False)
+            text, special = await chat_text(model, template, body.messages, body.add_generation_prompt), False
         else:
-            tokens = await encode(model, body.prompt or "", body.add_special_tokens is not False)
-        strings = [model.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
-        return _json({"count": len(tokens), "max_model_len": model.context, "tokens": tokens, "token_strs": strings})
+            text, special = body.prompt or "", True
+        special = special if body.add_special_tokens is None else body.add_special_tokens
+        [tokens] = await encode(model, "prompt", [text], special, most=None)
+
+        def answer() -> Response:
+            strings = [model.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None
+            counted = {"count": len(tokens), "max_model_len": model.context}
+            return _json(counted | {"tokens": tokens, "token_strs": strings})
+
+        return await beside(len(tokens), answer)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         body = await self._body(request, DetokenizeRequest)
         model = self._named_or_first(body.model)
         check_vocabulary("tokens", body.tokens, model)
-        return _json({"prompt": model.tokenizer.decode(body.tokens, body.skip_special_tokens)})
+        tokens, skip = body.tokens, body.skip_special_tokens
+        return _json({"prompt": await beside(len(tokens), lambda: model.tokenizer.decode(tokens, skip))})
 
     async def tokenizer_info(self, model: str = "") -> Response:
         """Special tokens and chat template; of the first model unless the query names one."""

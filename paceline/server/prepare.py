@@ -1,8 +1,11 @@
 """From a valid request to what the fleet is asked for: token ids, checked against the model, and how to sample."""
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.core.request import SLO
 from paceline.engine.grammar import schema_error
@@ -12,7 +15,9 @@ from paceline.server.generation import Job, Prompt, TextOptions
 from paceline.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, Message, sampling_params
 from paceline.server.template import ChatTemplate, TemplateError
 
-INLINE_CHARS = 4096  # longer texts are encoded in a thread: the event loop goes on
+INLINE = 4096  # characters; longer texts are encoded in a thread: the event loop goes on
+ENCODER = ThreadPoolExecutor(1, "encoder")  # one request's at a time: a token takes some 500 bytes meanwhile
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +50,32 @@ class Caller:
     slo: SLO
 
 
-async def encode(model: ServedModel, text: str, add_special_tokens: bool) -> list[int]:
-    """Raises `ApiError` 400 where the tokenizer gives an id that the model does not have."""
-    if len(text) <= INLINE_CHARS:
-        tokens = model.tokenizer.encode(text, add_special_tokens)
-    else:
-        tokens = await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
-    check_vocabulary("prompt", tokens, model)
-    return tokens
+async def beside(size: int, work: Callable[[], Result]) -> Result:
+    """What `work` on so many characters or tokens gives."""
+    return work() if size <= INLINE else await asyncio.get_running_loop().run_in_executor(ENCODER, work)
+
+
+async def encode(
+    model: ServedModel, name: str, inputs: Seq[str | list[int]], add_special_tokens: bool, most: int | None
+) -> list[list[int]]:
+    """Token ids of texts, and ids as they are. `most`: the tokens that a text may have, None for any number.
+
+    Raises `ApiError` 400 for a text that is longer, and for an id that the model does not have.
+    """
+    names = [f"{name}.{index}" for index in range(len(inputs))] if len(inputs) > 1 else [name]
+    for where, text in zip(names, inputs, strict=True):
+        if most is not None and isinstance(text, str) and model.tokenizer.surely_more(text, most):
+            reason = f"it has {len(text)} characters, which are more than {most} tokens"
+            raise bad_request(where, reason, "context_length_exceeded")
+
+    def all_of_them() -> list[list[int]]:
+        known = model.tokenizer
+        return [known.encode(text, add_special_tokens) if isinstance(text, str) else text for text in inputs]
+
+    encoded = await beside(sum(len(text) for text in inputs if isinstance(text, str)), all_of_them)
+    for where, tokens in zip(names, encoded, strict=True):
+        check_vocabulary(where, tokens, model)
+    return encoded
 
 
 def check_task(model: ServedModel, embeds: bool) -> None:
@@ -69,44 +92,34 @@ async def embedding_inputs(model: ServedModel, request: EmbeddingRequest) -> lis
     if request.dimensions not in (None, model.dimensions):
         text = f"embeddings of {model.name!r} have {model.dimensions} numbers; it was not trained to have them cut"
         raise bad_request("dimensions", text)
-    if sum(map(len, request.input)) <= INLINE_CHARS:
-        inputs = _encode_inputs(model, request)
-    else:
-        inputs = await asyncio.to_thread(_encode_inputs, model, request)
-    for index, tokens in enumerate(inputs):
+    limit = request.truncate_prompt_tokens
+    inputs = await encode(model, "input", request.input, True, model.context if limit is None else None)
+    for index, (given, tokens) in enumerate(zip(request.input, inputs, strict=True)):
         name = f"input.{index}" if len(inputs) > 1 else "input"
         if not tokens:
             raise bad_request(name, "it has no tokens")
-        check_vocabulary(name, tokens, model)
+        if limit is not None:
+            tokens = inputs[index] = _cut(model, given, tokens, model.context if limit == -1 else limit)
         if len(tokens) > model.context:
             text = f"it has {len(tokens)} tokens; the model's context is {model.context}"
             raise bad_request(name, text, "context_length_exceeded")
     return inputs
 
 
-def _encode_inputs(model: ServedModel, request: EmbeddingRequest) -> list[list[int]]:
-    """Token ids, cut to what the request says; the special token that ends a text stays."""
-    limit, inputs = request.truncate_prompt_tokens, []
-    for text in request.input:
-        tokens = model.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else text
-        most = len(tokens) if limit is None else model.context if limit == -1 else limit
-        if len(tokens) > most:
-            ends = isinstance(text, str) and tokens[-1] in model.tokenizer.special_ids
-            tokens = [*tokens[: most - 1], tokens[-1]] if ends else tokens[:most]
-        inputs.append(tokens)
-    return inputs
+def _cut(model: ServedModel, given: str | list[int], tokens: list[int], most: int) -> list[int]:
+    """So many tokens; the special token that ends a text stays."""
+    if len(tokens) <= most:
+        return tokens
+    ends = isinstance(given, str) and tokens[-1] in model.tokenizer.special_ids
+    return [*tokens[: most - 1], tokens[-1]] if ends else tokens[:most]
 
 
 async def completion_job(model: ServedModel, request: CompletionRequest, caller: Caller) -> Job:
     """Raises `ApiError` 400."""
     check_task(model, embeds=False)
-    prompts = []
-    for prompt in request.prompt:
-        if isinstance(prompt, str):
-            prompts.append(Prompt(await encode(model, prompt, request.add_special_tokens), prompt))
-        else:
-            check_vocabulary("prompt", prompt, model)
-            prompts.append(Prompt(prompt))
+    encoded = await encode(model, "prompt", request.prompt, request.add_special_tokens, model.context)
+    given = zip(request.prompt, encoded, strict=True)
+    prompts = [Prompt(tokens, text if isinstance(text, str) else None) for text, tokens in given]
     asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
     longest = max(len(prompt.tokens) for prompt in prompts)
     max_tokens = answer_tokens(model, longest, asked, default=request.max_tokens)
@@ -117,9 +130,9 @@ async def chat_job(model: ServedModel, template: ChatTemplate | None, request: C
     """Raises `ApiError` 400."""
     check_task(model, embeds=False)
     text = await chat_text(model, template, request.messages, request.add_generation_prompt)
-    prompt = Prompt(await encode(model, text, request.add_special_tokens), text)
-    max_tokens = answer_tokens(model, len(prompt.tokens), request.limit, default=None)
-    return await _job(model, request, [prompt], max_tokens, caller)
+    [tokens] = await encode(model, "messages", [text], request.add_special_tokens, model.context)
+    max_tokens = answer_tokens(model, len(tokens), request.limit, default=None)
+    return await _job(model, request, [Prompt(tokens, text)], max_tokens, caller)
 
 
 async def chat_text(

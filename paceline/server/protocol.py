@@ -36,6 +36,7 @@ from paceline.server.fields import (
     nullable,
     unsupported,
 )
+from paceline.server.template import MAX_CHARS
 
 NOT_SUPPORTED = {
     "audio": "audio is not supported",
@@ -311,7 +312,7 @@ class TokenizeRequest(BaseModel):
 
     model_config = STRICT
     model: Text = ""
-    prompt: str | None = None
+    prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None  # with a prompt true, with messages false
     add_generation_prompt: bool = True

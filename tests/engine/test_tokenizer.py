@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,57 @@ def test_byte_level_bytes_join_to_the_whole_decode(ids: list[int]) -> None:
 def test_any_text_survives_byte_level_encoding_and_streaming(text: str) -> None:
     ids = BYTES.encode(text, False)
     assert streamed(BYTES, [], ids, [1] * len(ids), True) == text
+
+
+def nfc() -> Backend:
+    backend = byte_level()
+    backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def without_spaces() -> Backend:
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    return backend
+
+
+def stripping() -> Backend:
+    backend = byte_level()
+    backend.add_special_tokens([AddedToken("<mask>", lstrip=True)])
+    return backend
+
+
+COMPOSED = Tokenizer(nfc())
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.text(max_size=30), st.integers(0, 60), st.sampled_from(["", "e\u0301", "\u1112\u1161\u11ab", "<|end|>"]))
+def test_what_is_surely_longer_is(text: str, tokens: int, again: str) -> None:
+    for tokenizer in (BYTES, COMPOSED):
+        if tokenizer.surely_more(text + again * 8, tokens):
+            assert len(tokenizer.encode(text + again * 8, False)) > tokens
+
+
+def test_a_text_is_surely_longer_only_where_no_part_of_it_may_be_left_out() -> None:
+    for tokenizer in (BYTES, COMPOSED):
+        assert tokenizer.surely_more("x" * 10_000, 100) and not tokenizer.surely_more("x" * 100, 100)
+    for backend in (sentencepiece(), without_spaces(), stripping()):
+        tokenizer = Tokenizer(backend)
+        assert not tokenizer.surely_more(" " * 10_000 + "<mask>", 100)
+
+
+def test_other_threads_run_while_a_text_is_encoded_or_decoded() -> None:
+    text = "the 日本 ing" * 20_000
+    ids = BYTES.encode(text, False)
+    for work in (lambda: BYTES.encode(text, False), lambda: BYTES.decode(ids * 8, False)):
+        thread, turns = threading.Thread(target=work), 0
+        thread.start()
+        while thread.is_alive():
+            turns += 1
+            time.sleep(0)
+        assert turns > 50
 
 
 PIECE_IDS = st.one_of(st.integers(0, PIECES.vocab_size), st.integers(3 + 0x80, 3 + 0xF4), st.integers(259, 268))

@@ -282,10 +282,36 @@ async def test_tokens_there_and_back(tokenizer: Tokenizer) -> None:
         assert info["chat_template"] == tokenizer.chat_template
 
 
-async def test_long_texts_are_encoded_beside_the_event_loop(tokenizer: Tokenizer) -> None:
+async def test_the_event_loop_goes_on_beside_long_texts(tokenizer: Tokenizer) -> None:
+    texts = ["hello 世界 " * 12] * 250  # each is short
+    ids = tokenizer.encode("".join(texts), True)
+    bodies = [
+        ("/tokenize", {"prompt": "".join(texts), "return_token_strs": True}),
+        ("/detokenize", {"tokens": ids * 8}),
+        ("/v1/completions", {"prompt": texts, "max_tokens": 1}),
+    ]
     async with in_process(tokenizer) as server:
-        answer = await server.client.post("/tokenize", json={"prompt": "hello " * 2000})
-        assert answer.json()["count"] == len(tokenizer.encode("hello " * 2000, True))
+        for path, body in bodies:
+            asked, turns = asyncio.create_task(server.client.post(path, json=body)), 0
+            while not asked.done():
+                turns += 1
+                await asyncio.sleep(0)
+            answer = (await asked).json()
+            assert answer.get("count", len(ids)) == len(ids) and turns > 50, path
+
+
+async def test_what_must_be_too_long_is_not_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("encoded"))
+    text = "x" * 256 * 14  # bytes of the longest token
+    async with in_process(tokenizer) as server:
+        for path, body in [
+            ("/v1/completions", {"prompt": ["a", text + "x"]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+            ("/tokenize", {"prompt": "x" * (2**20 + 1)}),
+        ]:
+            answer = await server.client.post(path, json=body)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] in ("prompt.1", "messages", "prompt"), error
 
 
 async def test_the_list_of_models(tokenizer: Tokenizer) -> None:
