@@ -238,15 +238,18 @@ class StopStrings:
         self._held = ""
         self._stopped = False
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be released now, and whether a stop string has matched (then nothing follows)."""
+    def push(self, text: str, ends: bool = True) -> tuple[str, bool]:
+        """The text that can be released now, and whether a stop string has matched (then nothing follows).
+
+        ends: whether one that is complete within `text` ends it; it may begin in earlier text.
+        """
         if self._stopped:
             return "", True
         if not self._held and not any(first in text for first in self._firsts):
             return text, False
         for end, char in enumerate(text, 1):
             stop = self._read(char)
-            if stop is not None:
+            if ends and stop is not None:
                 self._stopped = True
                 whole, self._held = self._held + text[:end], ""
                 return (whole if self._include else whole[: -len(stop)]), True

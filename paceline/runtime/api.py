@@ -31,9 +31,9 @@ class GoalUnreachable(Rejected):
 
 
 class Unavailable(Rejected):
-    """Draining, or the model is not loaded."""
+    """Draining, or the model is not loaded. `retry_after`: seconds; None where it never will be."""
 
-    def __init__(self, reason: str, retry_after: float = 1.0) -> None:
+    def __init__(self, reason: str, retry_after: float | None = 1.0) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
 

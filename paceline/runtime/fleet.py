@@ -288,7 +288,8 @@ class LocalFleet:
             raise Unavailable("the server is shutting down" if self.draining else "the server is starting")
         able = [group for group in hosts if group.state != "failed" and group.info]
         if not able:
-            raise Unavailable(f"model {model!r} is not available: {hosts[0].reason}", retry_after=30)
+            lost = all(group.state == "failed" for group in hosts)
+            raise Unavailable(f"model {model!r} is not available: {hosts[0].reason}", None if lost else 30)
         group = max(able, key=lambda group: group.info.context)  # type: ignore[union-attr]
         assert group.info
         if len(tokens) + (0 if group.config.one_shot else params.max_tokens) > group.info.context:

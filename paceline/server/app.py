@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from paceline import __version__
 from paceline.runtime.api import Fleet
 from paceline.server import errors, openapi
+from paceline.server.beside import beside
 from paceline.server.body import read_json
 from paceline.server.embeddings import Embeddings, collect_embeddings
 from paceline.server.errors import bad_request, model_not_found
@@ -24,7 +25,6 @@ from paceline.server.middleware import Auth, Edge
 from paceline.server.prepare import (
     Caller,
     ServedModel,
-    beside,
     chat_job,
     chat_text,
     check_vocabulary,
@@ -133,7 +133,7 @@ class Api:
         model = self.find(body.model)
         job = await completion_job(model, body, _caller(request))
         logprobs = body.logprobs is not None
-        style = CompletionStyle(_new_id("cmpl"), model.name, model.tokenizer, logprobs, body.include_usage)
+        style = CompletionStyle(_new_id("cmpl"), model.name, model.tokenizer, logprobs, body.usage)
         return await self._answer(request, body, job, style)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -141,7 +141,7 @@ class Api:
         body = await self._body(request, ChatRequest)
         model = self.find(body.model)
         job = await chat_job(model, self.templates.get(model.name), body, _caller(request))
-        style = ChatStyle(_new_id("chatcmpl"), model.name, model.tokenizer, body.logprobs, body.include_usage)
+        style = ChatStyle(_new_id("chatcmpl"), model.name, model.tokenizer, body.logprobs, body.usage)
         return await self._answer(request, body, job, style)
 
     async def _answer(
@@ -151,7 +151,7 @@ class Api:
         generation.start()
         self.generations.add(generation)
         if body.stream:
-            return StreamReply(generation, style, body.include_usage, self.generations.discard)
+            return StreamReply(generation, style, body.usage.include_usage, self.generations.discard)
         try:
             return await collect(generation, style, request.receive)
         finally:

@@ -9,13 +9,14 @@ from fastapi import Request
 from paceline.server.errors import ApiError, bad_request
 
 READ_TIMEOUT = 60.0  # seconds for a whole body
+MAX_KEYS = 4096  # of an object: more than any field takes
 
 
 async def read_json(request: Request, limit: int) -> dict[str, Any]:
     """The JSON object in the body of `request`, of at most `limit` bytes.
 
     Raises `ApiError`: 415 for another content type, 413 over the limit, 408 when it does not arrive, 400 for what is
-    not one strict JSON object in UTF-8 (no NaN, no duplicate key, no lone surrogate).
+    not one strict JSON object in UTF-8 (no NaN, no duplicate key, no lone surrogate, no more than 4,096 keys).
     """
     _check_headers(request, limit)
     try:
@@ -61,6 +62,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """`body` as a JSON object. Raises `ApiError` 400."""
     try:
         value = json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if b"\\ud" in body or b"\\uD" in body:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise bad_request(None, "a string of the body has a lone surrogate, which is not a character") from None
     except UnicodeDecodeError:
         raise bad_request(None, "the body is not valid UTF-8") from None
     except RecursionError:
@@ -69,19 +74,12 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise bad_request(None, f"the body is not valid JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise bad_request(None, "the body must be a JSON object")
-    if b"\\ud" in body or b"\\uD" in body:
-        _refuse_surrogates(value)
     return value
 
 
-def _refuse_surrogates(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise bad_request(None, "a string of the body has a lone surrogate, which is not a character") from None
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(pairs) > MAX_KEYS:
+        raise ValueError(f"an object has {len(pairs)} keys; at most {MAX_KEYS} are allowed")
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()

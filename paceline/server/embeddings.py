@@ -11,6 +11,7 @@ from starlette.types import Receive
 from paceline.core.request import SamplingParams
 from paceline.core.work import SliceOutput
 from paceline.runtime.api import Fleet, Rejected
+from paceline.server.beside import beside
 from paceline.server.errors import ApiError, engine_error, from_rejection, model_not_found
 from paceline.server.metrics import Metrics
 from paceline.server.prepare import Caller
@@ -135,10 +136,14 @@ async def collect_embeddings(embeddings: Embeddings, encoding: str, receive: Rec
     if embeddings.disconnected:
         return Response(status_code=499)
     write = _base64 if encoding == "base64" else _floats
-    data = [Embedding("embedding", n, write(one.embedding)) for n, one in enumerate(embeddings.inputs)]
     tokens = sum(len(one.tokens) for one in embeddings.inputs)
-    reply = Reply("list", data, embeddings.model, Usage(tokens, tokens))
-    return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    def body() -> bytes:
+        data = [Embedding("embedding", n, write(one.embedding)) for n, one in enumerate(embeddings.inputs)]
+        return msgspec.json.encode(Reply("list", data, embeddings.model, Usage(tokens, tokens)))
+
+    size = sum(len(one.embedding) for one in embeddings.inputs) // 4
+    return Response(await beside(size, body), media_type="application/json")
 
 
 def _base64(embedding: bytes) -> str:

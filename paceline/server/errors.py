@@ -9,6 +9,7 @@ from starlette.exceptions import HTTPException
 
 from paceline.runtime.api import GoalUnreachable, Overloaded, Rejected, TooLong, Unavailable
 
+NOT_AGAIN = {"x-should-retry": "false"}  # to OpenAI's clients
 RETRY_S = 5  # where nobody can say when it would be worth while
 
 STATUS_TEXT = {
@@ -64,8 +65,7 @@ def model_not_found(name: str, known: list[str]) -> ApiError:
 
 def engine_error(reason: str) -> ApiError:
     """500: the engine lost a sequence. OpenAI's client would send it again, and it may be what breaks the engine."""
-    message = reason or "the engine failed on this request"
-    return ApiError(500, message, code="engine_error", headers={"x-should-retry": "false"})
+    return ApiError(500, reason or "the engine failed on this request", code="engine_error", headers=NOT_AGAIN)
 
 
 def from_rejection(error: Rejected) -> ApiError:
@@ -74,9 +74,10 @@ def from_rejection(error: Rejected) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, Overloaded | Unavailable):
         code = "overloaded" if isinstance(error, Overloaded) else "unavailable"
-        headers = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+        after = error.retry_after
+        headers = NOT_AGAIN if after is None else {"retry-after": str(max(1, math.ceil(after)))}
         return ApiError(503, str(error), code=code, headers=headers)
-    headers = {"x-should-retry": "false"}
+    headers = NOT_AGAIN.copy()
     if isinstance(error, GoalUnreachable):
         first, late = error.what == "ttft", error.expected - error.goal
         headers["retry-after"] = str(max(1, math.ceil(late)) if first else RETRY_S)
@@ -104,7 +105,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 async def _on_failure(request: Request, error: Exception) -> Response:
     """A fault of ours. Starlette raises it again after the answer, so that it is logged with its traceback."""
     headers = {"x-request-id": request.state.request_id} if hasattr(request.state, "request_id") else {}
-    return to_response(ApiError(500, STATUS_TEXT[500], code="internal_error", headers=headers))
+    return to_response(ApiError(500, STATUS_TEXT[500], code="internal_error", headers=headers | NOT_AGAIN))
 
 
 def install(app: FastAPI) -> None:

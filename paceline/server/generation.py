@@ -237,10 +237,10 @@ class Choice:
     def _release(self, text: str) -> bool:
         """Sends `text` through the stop strings; True when it ran into one."""
         self._length += len(text)
-        if self._stops is None or self.completion_tokens <= self._job.params.min_tokens:
+        if self._stops is None:
             self._emit(text)
             return False
-        text, matched = self._stops.push(text)
+        text, matched = self._stops.push(text, ends=self.completion_tokens > self._job.params.min_tokens)
         if matched:
             stop = max((stop for stop in self._job.options.stops if text.endswith(stop)), key=len)
             self._cut, self.stop_reason = True, stop

@@ -1,23 +1,19 @@
 """From a valid request to what the fleet is asked for: token ids, checked against the model, and how to sample."""
 
 import asyncio
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
 from paceline.core.request import SLO
 from paceline.engine.grammar import schema_error
 from paceline.engine.tokenizer import Tokenizer
-from paceline.server.errors import bad_request
+from paceline.server.beside import beside
+from paceline.server.errors import ApiError, bad_request
 from paceline.server.generation import Job, Prompt, TextOptions
 from paceline.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, Message, sampling_params
-from paceline.server.template import ChatTemplate, TemplateError
+from paceline.server.template import ChatTemplate, NoHelper, TemplateError
 
-INLINE = 4096  # characters; longer texts are encoded in a thread: the event loop goes on
-ENCODER = ThreadPoolExecutor(1, "encoder")  # one request's at a time: a token takes some 500 bytes meanwhile
-Result = TypeVar("Result")
+MAX_PROMPT_LOGPROBS = 2**20  # of a request: they are all kept, and then written
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +44,6 @@ class Caller:
 
     namespace: str
     slo: SLO
-
-
-async def beside(size: int, work: Callable[[], Result]) -> Result:
-    """What `work` on so many characters or tokens gives."""
-    return work() if size <= INLINE else await asyncio.get_running_loop().run_in_executor(ENCODER, work)
 
 
 async def encode(
@@ -121,6 +112,11 @@ async def completion_job(model: ServedModel, request: CompletionRequest, caller:
     given = zip(request.prompt, encoded, strict=True)
     prompts = [Prompt(tokens, text if isinstance(text, str) else None) for text, tokens in given]
     asked = request.max_tokens if "max_tokens" in request.model_fields_set else None
+    if request.echo and request.logprobs is not None:
+        count = (1 + request.logprobs) * request.n * sum(len(prompt.tokens) for prompt in prompts)
+        if count > MAX_PROMPT_LOGPROBS:
+            text = f"with echo there would be {count}; at most {MAX_PROMPT_LOGPROBS} of a request are given"
+            raise bad_request("logprobs", text)
     longest = max(len(prompt.tokens) for prompt in prompts)
     max_tokens = answer_tokens(model, longest, asked, default=request.max_tokens)
     return await _job(model, request, prompts, max_tokens, caller)
@@ -138,7 +134,7 @@ async def chat_job(model: ServedModel, template: ChatTemplate | None, request: C
 async def chat_text(
     model: ServedModel, template: ChatTemplate | None, messages: Seq[Message], add_generation_prompt: bool
 ) -> str:
-    """The conversation as the checkpoint's template writes it. Raises `ApiError` 400."""
+    """The conversation as the checkpoint's template writes it. Raises `ApiError`: 400, and 503 where nobody can."""
     if template is None:
         raise bad_request("messages", f"model {model.name!r} has no chat template; use /v1/completions")
     special = {name: text for name, text in model.tokenizer.special_tokens.items() if isinstance(text, str)}
@@ -150,6 +146,8 @@ async def chat_text(
             documents=None,
             add_generation_prompt=add_generation_prompt,
         )
+    except NoHelper as error:
+        raise ApiError(503, str(error), code="unavailable", headers={"retry-after": "1"}) from None
     except TemplateError as error:
         text = "the chat template refuses these messages" if error.by_template else "the chat template failed"
         raise bad_request("messages", f"{text}: {error}") from None

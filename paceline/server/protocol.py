@@ -101,10 +101,11 @@ def _drop_neutral(data: Any) -> Any:
 
 
 class StreamOptions(BaseModel):
-    """`include_usage` asks for a last chunk with the token counts."""
+    """`include_usage` asks for a last chunk with the token counts; `continuous_usage_stats` in every chunk."""
 
     model_config = STRICT
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # taken and ignored: nothing is ever padded
 
     _nulls = model_validator(mode="before")(_drop_nulls)
@@ -192,8 +193,9 @@ class Generate(BaseModel):
     prompt_cache_retention: Text = ""
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def usage(self) -> StreamOptions:
+        """Where a stream says its usage."""
+        return self.stream_options or StreamOptions()
 
     def _check(self, max_tokens: int | None) -> None:
         if self.stream_options is not None and not self.stream:
@@ -282,7 +284,7 @@ class ChatRequest(Generate):
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise unsupported("max_completion_tokens", "differs from max_tokens, its old name; send one of the two")
         self._check(self.limit)
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise unsupported("top_logprobs", "is only allowed with logprobs: true")
         return self
 

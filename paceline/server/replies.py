@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 from paceline.core.work import TokenLogprobs
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server.generation import Choice, Entry, Piece
+from paceline.server.protocol import StreamOptions
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
@@ -137,21 +138,29 @@ def _top(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
     return top
 
 
+def _so_far(options: StreamOptions, choice: Choice) -> Usage | None | UnsetType:
+    """What a chunk says of usage: that of its choice, or that there will be some."""
+    if not options.include_usage:
+        return UNSET
+    prompt, completion = len(choice.prompt.tokens), choice.completion_tokens
+    return Usage(prompt, completion, prompt + completion) if options.continuous_usage_stats else None
+
+
 class CompletionStyle:
     """/v1/completions"""
 
-    def __init__(self, id: str, model: str, tokenizer: Tokenizer, logprobs: bool, usage: bool) -> None:
+    def __init__(self, id: str, model: str, tokenizer: Tokenizer, logprobs: bool, usage: StreamOptions) -> None:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._head = (id, "text_completion", int(time.time()), model)
-        self._usage: None | UnsetType = None if usage else UNSET
+        self._usage = usage
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Reply]:
         if not piece.text and not piece.entries and piece.finish_reason is None:
             return []
         stop = UNSET if piece.finish_reason is None else choice.stop_reason
         part = CompletionChoice(choice.index, piece.text, self._log(piece.entries), piece.finish_reason, stop)
-        return [Reply(*self._head, [part], self._usage)]
+        return [Reply(*self._head, [part], _so_far(self._usage, choice))]
 
     def last_chunk(self, usage: Usage) -> Reply:
         return Reply(*self._head, [], usage)
@@ -177,24 +186,24 @@ class CompletionStyle:
 class ChatStyle:
     """/v1/chat/completions"""
 
-    def __init__(self, id: str, model: str, tokenizer: Tokenizer, logprobs: bool, usage: bool) -> None:
+    def __init__(self, id: str, model: str, tokenizer: Tokenizer, logprobs: bool, usage: StreamOptions) -> None:
         self._tokenizer = tokenizer
         self._logprobs = logprobs
         self._head = (id, "chat.completion.chunk", int(time.time()), model)
-        self._usage: None | UnsetType = None if usage else UNSET
+        self._usage = usage
         self._begun: set[int] = set()  # choices whose role was sent
 
     def chunks(self, choice: Choice, piece: Piece) -> list[Reply]:
-        result = []
+        result, usage = [], _so_far(self._usage, choice)
         if choice.index not in self._begun:
             self._begun.add(choice.index)
             role = ChunkChoice(choice.index, Delta("assistant", ""), None, None)
-            result.append(Reply(*self._head, [role], self._usage))
+            result.append(Reply(*self._head, [role], usage))
         if piece.text or piece.entries or piece.finish_reason is not None:
             delta = Delta(content=piece.text) if piece.text or piece.entries else Delta()
             stop = UNSET if piece.finish_reason is None else choice.stop_reason
             part = ChunkChoice(choice.index, delta, self._log(piece.entries), piece.finish_reason, stop)
-            result.append(Reply(*self._head, [part], self._usage))
+            result.append(Reply(*self._head, [part], usage))
         return result
 
     def last_chunk(self, usage: Usage) -> Reply:

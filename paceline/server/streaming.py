@@ -10,9 +10,10 @@ from fastapi import Response
 from msgspec import UNSET
 from starlette.types import Receive, Scope, Send
 
+from paceline.server.beside import beside
 from paceline.server.errors import ApiError
-from paceline.server.generation import Entry, Generation, Piece
-from paceline.server.replies import CompletionDetails, Style, Usage
+from paceline.server.generation import Choice, Entry, Generation, Piece
+from paceline.server.replies import CompletionDetails, Reply, Style, Usage
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -69,7 +70,17 @@ async def collect(generation: Generation, style: Style, receive: Receive) -> Res
         (choice, Piece("".join(texts[i]), entries[i], choice.finish_reason))
         for i, choice in enumerate(generation.choices)
     ]
-    return Response(_encode(style.answer(pieces, usage_of(generation))), media_type="application/json")
+    usage = usage_of(generation)
+    body = await beside(logprobs_in(generation, pieces), lambda: _encode(style.answer(pieces, usage)))
+    return Response(body, media_type="application/json")
+
+
+def logprobs_in(generation: Generation, pieces: list[tuple[Choice, Piece]]) -> int:
+    return sum(len(piece.entries) for _, piece in pieces) * (1 + (generation.job.params.logprobs or 0))
+
+
+def _frames(chunks: Callable[[Choice, Piece], list[Reply]], pieces: list[tuple[Choice, Piece]]) -> bytes:
+    return b"".join([b"data: " + _encode(chunk) + b"\n\n" for part in pieces for chunk in chunks(*part)])
 
 
 class StreamReply(Response):
@@ -108,13 +119,10 @@ class StreamReply(Response):
     async def _write(self, send: Send) -> None:
         generation, chunks = self._generation, self._style.chunks
         while generation.unfinished and not generation.disconnected:
-            frames = [
-                b"data: " + _encode(chunk) + b"\n\n"
-                for choice in await generation.ready()
-                for chunk in chunks(choice, generation.take(choice))
-            ]
-            if frames:
-                await send({"type": "http.response.body", "body": b"".join(frames), "more_body": True})
+            pieces = [(choice, generation.take(choice)) for choice in await generation.ready()]
+            body = await beside(logprobs_in(generation, pieces), lambda some=pieces: _frames(chunks, some))
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def _ending(self) -> bytes:
         if not self._include_usage:

@@ -16,6 +16,14 @@ START_LIMIT = 20.0  # seconds for the process to start
 MAX_CHARS = 2**20
 
 
+class NoHelper(Exception):
+    """The helper process does not start: nobody's messages are at fault."""
+
+
+class _Ended(Exception):
+    """The helper process ended during a render."""
+
+
 class TemplateError(Exception):
     """The text could not be made. `by_template`: the template refuses these messages; otherwise it is at fault."""
 
@@ -40,27 +48,36 @@ class ChatTemplate:
         self._decoder = msgspec.msgpack.Decoder(Rendered)
 
     async def render(self, **variables: Any) -> str:
-        """The template's text for these variables. Raises `TemplateError`."""
+        """The template's text for these variables. Raises `TemplateError` and `NoHelper`."""
         message = self._encoder.encode(Render(self.source, variables, self._max_chars))
         async with self._lock:
-            answer = self._decoder.decode(await self._ask(message))
+            try:
+                answer = await self._ask(message)
+            except _Ended:  # of something else, perhaps
+                try:
+                    answer = await self._ask(message)
+                except _Ended:
+                    raise TemplateError("its process ended") from None
         if answer.error:
             raise TemplateError(answer.error, answer.by_template)
         return answer.text
 
-    async def _ask(self, message: bytes) -> bytes:
+    async def _ask(self, message: bytes) -> Rendered:
         """Sends one message and gives the answer; whatever goes wrong, no half-read process is left behind."""
         done = False
         try:
-            process = await self._running()
+            try:
+                process = await self._running()
+            except (asyncio.IncompleteReadError, OSError) as error:  # TimeoutError is one of these
+                raise NoHelper(f"the process for chat templates does not start: {error}") from None
             async with asyncio.timeout(self._time_limit):
                 answer = await _exchange(process, message)
             done = True
-            return answer
+            return self._decoder.decode(answer)
         except TimeoutError:
             raise TemplateError(f"it took longer than {self._time_limit:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
-            raise TemplateError("its process ended") from None
+            raise _Ended from None
         finally:
             if not done:
                 await self._stop()

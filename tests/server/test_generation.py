@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from paceline.engine.tokenizer import Tokenizer
-from paceline.runtime.api import ModelStatus
+from paceline.runtime.api import ModelStatus, Unavailable
 from paceline.server.app import ServedModel, ServerConfig
+from paceline.server.errors import from_rejection
 from tests.server.conftest import Server, in_process, in_thread, make_tokenizer, until, wait_for
 
 BODY = {"prompt": "hello", "max_tokens": 200, "n": 3}
@@ -254,6 +255,13 @@ async def test_a_model_that_did_not_load_is_503(tokenizer: Tokenizer) -> None:
         assert (await server.client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
         card = (await server.client.get("/v1/models/tiny")).json()
         assert (card["state"], card["reason"], card["max_model_len"]) == ("failed", "no weights", None)
+
+
+def test_only_what_passes_is_to_be_asked_again() -> None:
+    """OpenAI's clients wait as long as they are told, twice."""
+    lost, passing = from_rejection(Unavailable("no weights", None)), from_rejection(Unavailable("it starts", 1.5))
+    assert lost.status == passing.status == 503
+    assert lost.headers == {"x-should-retry": "false"} and passing.headers == {"retry-after": "2"}
 
 
 async def test_health_follows_the_fleet(tokenizer: Tokenizer) -> None:

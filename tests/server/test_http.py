@@ -6,6 +6,7 @@ import hmac
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from fastapi import FastAPI
 
 from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.api import Rejected
-from paceline.server import errors, middleware
+from paceline.server import errors, middleware, streaming
 from paceline.server.app import ServerConfig, create_app
 from tests.server.conftest import Server, build, in_process, in_thread
 from tests.server.test_protocol import check_envelope
@@ -200,6 +201,7 @@ async def test_a_fault_of_ours_is_an_envelope_too(tokenizer: Tokenizer) -> None:
         answer = await client.post("/v1/completions", json={"prompt": "x"})
         assert answer.status_code == 500
         assert "division" not in answer.text and check_envelope(answer.json())["code"] == "internal_error"
+        assert answer.headers["x-should-retry"] == "false"
 
 
 def test_a_goal_that_cannot_be_met_is_429() -> None:
@@ -298,6 +300,38 @@ async def test_the_event_loop_goes_on_beside_long_texts(tokenizer: Tokenizer) ->
                 await asyncio.sleep(0)
             answer = (await asked).json()
             assert answer.get("count", len(ids)) == len(ids) and turns > 50, path
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_event_loop_goes_on_beside_answers_of_many_numbers(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    turns, within = 0, []
+
+    def encode(reply: Any, known: Any = streaming._encode) -> bytes:
+        before = turns
+        time.sleep(0.02)
+        within.append(turns - before)
+        return known(reply)
+
+    monkeypatch.setattr(streaming, "_encode", encode)
+    async with in_process(tokenizer) as server:
+        for size, goes_on in (4, False), (200, True):
+            body = {"prompt": [[5] * size] * 2, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
+            asked = asyncio.create_task(server.client.post("/v1/completions", json=body))
+            within.clear()
+            while not asked.done():
+                turns += 1
+                await asyncio.sleep(0)
+            assert (await asked).status_code == 200 and (max(within) > 0) is goes_on
+
+
+async def test_there_is_an_end_to_the_log_probabilities_of_a_request(tokenizer: Tokenizer) -> None:
+    body = {"prompt": [[5] * 250] * 200, "echo": True, "logprobs": 20, "max_tokens": 0}
+    async with in_process(tokenizer) as server:
+        answer = await server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith("logprobs: with echo")
+        assert (await server.client.post("/v1/completions", json=body | {"logprobs": 0})).status_code == 200
 
 
 async def test_what_must_be_too_long_is_not_encoded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

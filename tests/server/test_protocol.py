@@ -1,5 +1,6 @@
 """Malformed input of every field: a 400 that names it, and never a 5xx."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server import protocol
+from paceline.server.body import parse_object
 from paceline.server.errors import ApiError
 from paceline.server.fields import validate
 from paceline.server.protocol import NOT_SUPPORTED, ChatRequest, CompletionRequest
@@ -216,6 +218,7 @@ def test_chat_limits_and_top_logprobs() -> None:
             validate(ChatRequest, {"messages": messages, **extra})
         assert caught.value.param == param
     assert validate(ChatRequest, {"messages": messages, "max_completion_tokens": 4}).limit == 4
+    assert not validate(ChatRequest, {"messages": messages, "logprobs": False, "top_logprobs": 0}).logprobs
 
 
 @pytest.mark.parametrize(
@@ -248,6 +251,7 @@ def test_chat_limits_and_top_logprobs() -> None:
         (b'{"prompt": "x"} {}', "JSON"),
         (b'{"prompt": "x",}', "JSON"),
         (b"{'prompt': 'x'}", "JSON"),
+        (json.dumps(dict.fromkeys(map(str, range(4097)), 0)).encode(), "4097 keys"),
     ],
 )
 async def test_what_is_not_strict_json(tokenizer: Tokenizer, body: bytes, word: str) -> None:
@@ -259,6 +263,13 @@ async def test_what_is_not_strict_json(tokenizer: Tokenizer, body: bytes, word: 
             error = check_envelope(answer.json())
             if path == "/v1/completions":
                 assert word in error["message"]
+
+
+def test_no_depth_is_too_much_for_what_looks_for_surrogates() -> None:
+    for depth in range(300, 1100):
+        body = b'{"prompt": "\\ud83d\\ude00", "x": ' + b"[" * depth + b"]" * depth + b"}"
+        with contextlib.suppress(ApiError):
+            parse_object(body)
 
 
 async def test_pairs_of_surrogates_are_characters(tokenizer: Tokenizer) -> None:

@@ -100,6 +100,13 @@ async def test_usage_comes_when_asked_for(tokenizer: Tokenizer, path: str, body:
         assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 24
         whole = (await server.client.post(path, json={**body, "n": 2})).json()
         assert whole["usage"] == chunks[-1]["usage"]
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = await stream(server.client, path, {**body, "stream_options": options})
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and set(counts) >= {1, 6, 12} and counts[-1] == 12
+        assert {chunk["usage"]["prompt_tokens"] for chunk in chunks} == {whole["usage"]["prompt_tokens"]}
+        chunks = await stream(server.client, path, {**body, "stream_options": {"continuous_usage_stats": True}})
+        assert all("usage" not in chunk for chunk in chunks)
 
 
 async def test_what_is_ready_goes_out_together(tokenizer: Tokenizer) -> None:
@@ -284,6 +291,19 @@ def test_a_stop_string_does_not_count_before_min_tokens() -> None:
     job = Job("tiny", TOKENIZER, [Prompt([5])], 1, SamplingParams(min_tokens=1, max_tokens=9), TextOptions(("hello",)))
     choice = Generation(fleet, job, Metrics()).choices[0]
     assert choice.push(SliceOutput(tokens), None)
+    piece = choice.take()
+    assert (piece.text, piece.finish_reason) == ("hello ", "stop")
+
+
+def test_a_stop_string_may_begin_before_min_tokens_and_end_after() -> None:
+    tokens = TOKENIZER.encode("hello hello name", False)
+    assert len(tokens) == 3
+    fleet = FakeFleet({"tiny": 100}, 300)
+    params, stops = SamplingParams(min_tokens=len(tokens) - 1, max_tokens=99), ("hello name", "hello hello")
+    job = Job("tiny", TOKENIZER, [Prompt([5])], 1, params, TextOptions(stops))
+    choice = Generation(fleet, job, Metrics()).choices[0]
+    for token in tokens:
+        choice.push(SliceOutput([token]), None)
     piece = choice.take()
     assert (piece.text, piece.finish_reason) == ("hello ", "stop")
 

@@ -96,6 +96,31 @@ async def test_a_helper_that_died_is_replaced() -> None:
     await template.close()
 
 
+async def test_a_render_whose_helper_dies_is_made_again() -> None:
+    template = ChatTemplate("{% for a in range(n) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{{ n }}", 30.0)
+    assert await template.render(n=0) == "0"
+    first = template._process
+    task = asyncio.create_task(template.render(n=400))
+    await asyncio.sleep(0.05)
+    assert first is not None and not task.done()
+    first.kill()
+    assert await task == "400" and template._process is not first
+    await template.close()
+
+
+async def test_a_helper_that_does_not_start_is_no_fault_of_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object, **__: object) -> None:
+        raise OSError("too many open files")
+
+    async with in_process(make_tokenizer("fine")) as server:
+        body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", fails)
+            answer = await server.client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 503 and "too many open files" in answer.json()["error"]["message"]
+        assert (await server.client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
 async def test_the_helper_finds_packages_where_the_server_does(tmp_path: Path, monkeypatch) -> None:
     """Not only those of the interpreter: PYTHONPATH may lead to them."""
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'found')!r}, 'w').close()")
