@@ -76,7 +76,8 @@ async def collect(generation: Generation, style: Style, receive: Receive) -> Res
 
 
 def logprobs_in(generation: Generation, pieces: list[tuple[Choice, Piece]]) -> int:
-    return sum(len(piece.entries) for _, piece in pieces) * (1 + (generation.job.params.logprobs or 0))
+    each = generation.job.params.logprobs
+    return 0 if each is None else (1 + each) * sum(len(piece.entries) for _, piece in pieces)
 
 
 def _frames(chunks: Callable[[Choice, Piece], list[Reply]], pieces: list[tuple[Choice, Piece]]) -> bytes:
