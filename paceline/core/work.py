@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from paceline.core.drafter_name import NOBODY
 from paceline.core.request import SamplingParams
 
+WATERMARK = 0.01  # share of a model's KV blocks that admission leaves free
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:

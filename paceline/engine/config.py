@@ -288,6 +288,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> Model
     if head_dim % 2:
         raise ModelError(f"{where}: head_dim must be even for rotary embeddings, not {head_dim}")
     max_context = keys.integer("max_position_embeddings", 2048)
+    rope, stretched = _rope(keys, max_context)
     return ModelConfig(
         architecture=name,
         vocab_size=keys.integer("vocab_size"),
@@ -298,14 +299,14 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> Model
         kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=keys.number("rms_norm_eps", 1e-6),
-        max_context=max_context,
+        max_context=max(max_context, stretched),
         tied=keys.flag("tie_word_embeddings"),
         qkv_bias=keys.flag(rules.qkv_bias),
         out_bias=keys.flag(rules.out_bias),
         mlp_bias=keys.flag(rules.mlp_bias),
         qk_norm=rules.qk_norm,
         windows=_windows(keys, rules, layers),
-        rope=_rope(keys, max_context),
+        rope=rope,
         eos_ids=_token_ids(named_eos(generation, raw), "eos_token_id", where),
         bos_id=next(iter(_token_ids(raw.get("bos_token_id"), "bos_token_id", where)), None),
         **_experts(keys, rules, layers),
@@ -369,7 +370,8 @@ def _windows(keys: _Keys, rules: Architecture, layers: int) -> tuple[int | None,
     return tuple(known[kind] for kind in kinds)
 
 
-def _rope(config: _Keys, max_context: int) -> RopeConfig:
+def _rope(config: _Keys, max_context: int) -> tuple[RopeConfig, int]:
+    """And for how many tokens it says it is: yarn is often added to a config that keeps the trained length (Qwen)."""
     raw, where = config.raw, config.where
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
@@ -389,7 +391,7 @@ def _rope(config: _Keys, max_context: int) -> RopeConfig:
         key: None if given.get(key) is None else keys.number(key, 1.0)
         for key in ("attention_factor", "mscale", "mscale_all_dim")
     }
-    return RopeConfig(
+    rope = RopeConfig(
         theta=keys.number("rope_theta", config.number("rope_theta", 10000.0)),
         kind=kind,
         factor=max_context / original if factor is None else keys.number("factor", 1.0),
@@ -401,6 +403,8 @@ def _rope(config: _Keys, max_context: int) -> RopeConfig:
         truncate=keys.flag("truncate", True),
         **optional,
     )
+    says = kind == "yarn" and "original_max_position_embeddings" in given
+    return rope, int(original * rope.factor) if says else 0
 
 
 def _token_ids(value: Any, key: str, where: str) -> tuple[int, ...]:

@@ -223,7 +223,7 @@ class EncoderRunner:
 
     @property
     def progress(self) -> int:
-        return int(self._progress[0])
+        return int(self._progress[0]) + (kernels.moved() if kernels else 0)
 
     @property
     def waiting(self) -> bool:

@@ -30,7 +30,8 @@ class Exchange:
     """Of the ranks of one stage. Every rank makes the same calls in the same order."""
 
     def __init__(self, name: str, rank: int, ranks: int) -> None:
-        """`name` of a file that rank 0 makes here; to be removed when all ranks have it."""
+        """`name` of a file that rank 0 makes here; to be removed when all ranks have it. Raises OSError where rank 0
+        finds no room for it (a container's /dev/shm often has 64 MB)."""
         self.rank, self.ranks, self.path = rank, ranks, FOLDER / name
         self._turn = 0
         size = ranks * LINE + 2 * ranks * FLOATS * 4
@@ -38,8 +39,11 @@ class Exchange:
         descriptor = os.open(self.path, flags, 0o600)
         try:
             if rank == 0:
-                os.ftruncate(descriptor, size)
+                os.posix_fallocate(descriptor, 0, size)  # who writes where there is no room is killed
             memory = mmap.mmap(descriptor, size)
+        except OSError:
+            self.path.unlink()
+            raise
         finally:
             os.close(descriptor)
         self._turns = memoryview(memory)[: ranks * LINE].cast("q")

@@ -48,16 +48,20 @@ class Grammars:
         self.eos_ids = tuple(eos_ids)
         self._vocab_size = vocab_size
         self._tokenizer: LLTokenizer | None = None
+        self._fault = "the model has no tokenizer.json, or no end of sequence"
         if tokenizer is not None and self.eos_ids:
             text = tokenizer.read_text(encoding="utf-8")
             known = 1 + max(Backend.from_str(text).get_vocab(with_added_tokens=True).values(), default=-1)
-            self._tokenizer = LLTokenizer(text, n_vocab=max(known, vocab_size), eos_token=list(self.eos_ids))
+            try:
+                self._tokenizer = LLTokenizer(text, n_vocab=max(known, vocab_size), eos_token=list(self.eos_ids))
+            except ValueError as error:  # it serves all but structured output
+                self._fault = f"the model's tokens do not stand for bytes ({error})"
         self._compiled: dict[str, LLMatcher] = {}  # the newest last
 
     def of(self, schema: str) -> "Grammar":
         """Raises ValueError for a schema that cannot be compiled, and where a model has no tokenizer or no end."""
         if self._tokenizer is None:
-            raise ValueError("response_format: the model has no tokenizer.json, or no end of sequence")
+            raise ValueError(f"response_format: {self._fault}")
         matcher = self._compiled.pop(schema, None)
         if matcher is None:
             matcher = LLMatcher(self._tokenizer, _grammar(schema), log_level=0, limits=LIMITS)

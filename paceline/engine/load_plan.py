@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.core.drafter_name import DrafterName
-from paceline.core.work import EngineInfo
+from paceline.core.work import WATERMARK, EngineInfo
 from paceline.engine import attention, experts, gpu
 from paceline.engine.config import ModelConfig, ModelError, dtype_bytes
 from paceline.engine.drafters import most_kept
@@ -168,7 +168,7 @@ def plan(
     if num_blocks is None:
         sizes = partial(
             _blocks, token_bytes, block_size, memory=memory, device=device, peers=peers,
-            useful_tokens=max_batch * -(-context // block_size) * block_size,
+            useful_tokens=(1 + int(max_batch * -(-context // block_size) / (1 - WATERMARK))) * block_size,
         )  # fmt: skip
         used = baseline + weights + activations + reserve
         num_blocks = sizes(used=used + (lent or 0), share=share)

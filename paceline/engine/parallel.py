@@ -9,6 +9,7 @@ Worker 0, where tokens enter, drafts; the first rank of the last stage samples a
 all workers in the same order, so what they say to each other needs no names.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -214,15 +215,19 @@ class Peers:
 
     # Within a stage
 
-    def _shared(self, name: str) -> Exchange:
-        place = self.place
-        if place.rank:
-            dist.barrier(self._stage)  # rank 0 has made the file
-        found = Exchange(name, place.rank, place.parallel.tensor)
-        if not place.rank:
-            dist.barrier(self._stage)
+    def _shared(self, name: str) -> Exchange | None:
+        """None where rank 0 finds no room for it: the ranks' sums go by gloo then."""
+        rank, ranks, found = self.place.rank, self.place.parallel.tensor, None
+        if not rank:
+            with contextlib.suppress(OSError):
+                found = Exchange(name, rank, ranks)
+        there = torch.tensor([found is not None])
+        dist.broadcast(there, self._begin, group=self._stage)
+        if not there:
+            return None
+        found = found or Exchange(name, rank, ranks)
         dist.barrier(self._stage)  # all have it
-        if not place.rank:
+        if not rank:
             found.path.unlink()
         return found
 
@@ -307,16 +312,17 @@ class Peers:
         return int(numbers)
 
     def _send(self, x: Tensor, to: int) -> None:
-        x = x.contiguous()
+        x, self.waiting = x.contiguous(), True  # where the other one has not read what came before
         if to in self._lines:
             self._lines[to].send(x)
-            return
-        work = dist.isend(x, to)
-        assert work is not None
-        self._sent.append((work, x))
-        # Before a worker gets a step, the step as many before as the pipeline is long has been answered for.
-        while len(self._sent) > (1 + self.place.parallel.pipeline) * (1 + self.place.parallel.devices):
-            self._sent.popleft()[0].wait()
+        else:
+            work = dist.isend(x, to)
+            assert work is not None
+            self._sent.append((work, x))
+            # Before a worker gets a step, the step as many before as the pipeline is long has been answered for.
+            while len(self._sent) > (1 + self.place.parallel.pipeline) * (1 + self.place.parallel.devices):
+                self._sent.popleft()[0].wait()
+        self.waiting = False
 
     def _receive(self, x: Tensor, source: int) -> None:
         begin, self.waiting = perf_counter(), True

@@ -31,6 +31,7 @@ from paceline.engine.gpu import PagedCache
 from paceline.engine.grammar import Grammars
 from paceline.engine.job import EngineSequence, Job, in_parts
 from paceline.engine.kv_cache import KVCache, kv_dtype
+from paceline.engine.linear import kernels
 from paceline.engine.load_plan import LOGIT_ROWS
 from paceline.engine.model import Decoder, Progress
 from paceline.engine.parallel import Peers, Place
@@ -69,7 +70,7 @@ class ModelRunner:
 
     @property
     def progress(self) -> int:
-        return int(self._progress[0])
+        return int(self._progress[0]) + (kernels.moved() if kernels else 0)
 
     @property
     def waiting(self) -> bool:

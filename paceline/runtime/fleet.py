@@ -17,6 +17,7 @@ from paceline.core.batch import Batch
 from paceline.core.cluster import Parallel
 from paceline.core.events import Cancel, Event, Input, Lost, Retire, Submit, Unreachable
 from paceline.core.request import NO_SLO, SLO, Request, SamplingParams
+from paceline.core.work import WATERMARK
 from paceline.runtime.api import (
     GoalUnreachable,
     GroupLoad,
@@ -46,7 +47,7 @@ class FleetConfig:
     token_budget: int = 512
     max_batch: int = 256
     max_waiting: int = 1024
-    watermark: float = 0.01
+    watermark: float = WATERMARK
     policy: str = "paceline"
     async_scheduling: bool = False  # where a worker has its device alone, steps are composed ahead of their last tokens
     record: Path | None = None  # log of the controller's inputs, for `replay`

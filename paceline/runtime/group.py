@@ -134,8 +134,8 @@ class ModelGroup:
         if self.driver is None:  # other groups are still loading: nothing runs yet
             return False
         running, blamed = self._leave(), False
-        for seq in sorted(running, key=lambda seq: seq.handle):
-            seq.crashes += 1
+        for seq, end in sorted(running.items(), key=lambda one: one[0].handle):
+            seq.crashes, seq.fatal = seq.crashes + 1, max(seq.fatal, end)
             if seq.crashes >= MAX_CRASHES and self.sequences.get(seq.id) is seq:
                 self.fail(seq, "the engine failed on this request more than once")
                 blamed = True
@@ -152,10 +152,12 @@ class ModelGroup:
         assert self.driver is not None
         self.driver.post(Advance(self.index, batch))
 
-    def _leave(self, for_good: bool = False) -> set[RunningSequence]:
-        """Gives the controller back what was here; returns the sequences that a worker was computing."""
+    def _leave(self, for_good: bool = False) -> dict[RunningSequence, int]:
+        """Gives the controller back what was here; returns the sequences that a worker was computing, and up to which
+        token."""
         flights = list(self._flying.values())
-        running = {seq for flight in flights if flight.sent and flight.parts for _, seq in flight.parts[0]}
+        parts = ((one.batch, part) for one in flights if one.sent and one.parts for part in one.parts[0])
+        running = {seq: batch.starts[index] + batch.lengths[index] for batch, (index, seq) in parts}
         self._dropped.clear()
         for seq in self.own():
             seq.lose_worker()
@@ -276,8 +278,9 @@ class ModelGroup:
             self.fail(seq, output.error)
             seq.report(flight.result, index, output, None)
             return
-        seq.crashes = 0
         batch = flight.batch
+        if seq.crashes and batch.starts[index] + batch.lengths[index] >= seq.fatal:
+            seq.crashes = 0
         if index < batch.num_decodes and self.config.max_draft_tokens:
             known = Drafted("no_drafter") if self.undrafted else _drafted(batch, index, seq, output)
             flight.drafts.append(known)

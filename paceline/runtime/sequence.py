@@ -68,7 +68,7 @@ class RunningSequence:
         self.epoch = 0  # preemptions that the worker's block table has seen
         self.blocks_sent = self.tokens_sent = 0
         self._prompt_logprobs = 0  # positions delivered; a recomputation yields them again
-        self.crashes = 0  # workers that died while they ran it, since it last got on
+        self.crashes, self.fatal = 0, 0  # workers that died while they ran it; tokens it has to get past after that
 
     def introduce(self, worker: Worker) -> NewSequence:
         self.worker, self.tokens_sent, self.blocks_sent = worker, len(self.tokens), 0

@@ -1,5 +1,7 @@
 """Numbers of several ranks in shared memory: real processes, pieces larger than the memory, nothing left behind."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +35,28 @@ for turn in range(60):
             assert torch.equal(part, rows + other - rank), turn
 print("done", flush=True)
 """
+
+
+@pytest.mark.skipif(not exchange.possible(), reason="needs x86 and /dev/shm")
+def test_its_memory_is_there_from_the_start(tmp_path: Path) -> None:
+    """Else the first to write where a container has no more of it is killed."""
+    made = exchange.Exchange(f"paceline-test-{tmp_path.name}", 0, 2)
+    try:
+        assert made.path.stat().st_blocks * 512 >= 2 * 2 * 4 * exchange.FLOATS
+    finally:
+        made.path.unlink()
+
+
+@pytest.mark.skipif(not exchange.possible(), reason="needs x86 and /dev/shm")
+def test_no_room_for_it_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    name = f"paceline-test-{tmp_path.name}"
+    with pytest.raises(OSError, match="No space"):
+        exchange.Exchange(name, 0, 2)
+    assert not (exchange.FOLDER / name).exists()
 
 
 @pytest.mark.skipif(not exchange.possible(), reason="needs x86 and /dev/shm")

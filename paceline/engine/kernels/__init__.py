@@ -55,7 +55,7 @@ from paceline.engine.kernels.packing import ELEMENTS, pack
 from paceline.engine.kernels.products import linear, padded
 from paceline.engine.kernels.rotations import rotate_and_store
 from paceline.engine.kernels.rows import attend_rows, most_of_run
-from paceline.engine.kernels.threads import apart, num_threads, rows_inside, spaces, workspace
+from paceline.engine.kernels.threads import apart, moved, num_threads, rows_inside, spaces, workspace
 from paceline.processor import HAS_AMX, HAS_BF16, HAS_TILES, HAS_VNNI
 
 __all__ = [
@@ -63,5 +63,5 @@ __all__ = [
     "HAS_VNNI", "KEPT_BF16", "LAYER_KEYS", "LAYER_VALUES", "LINE", "PLAN_FIELDS", "ROW_HIGH", "ROW_INDEX",
     "ROUNDED_BF16", "ROW_LOW", "ROW_TABLE", "ROW_WIDTH", "RUN_COUNT", "RUN_FIRST", "RUN_LONGEST", "RUN_MOST", "SPACE",
     "STORE", "TOGETHER", "WINDOW", "apart", "attend_chunk", "attend_rows", "block_floats", "decoder_layers", "linear",
-    "most_of_run", "num_threads", "pack", "padded", "rotate_and_store", "rows_inside", "spaces", "workspace",
+    "most_of_run", "moved", "num_threads", "pack", "padded", "rotate_and_store", "rows_inside", "spaces", "workspace",
 ]  # fmt: skip
