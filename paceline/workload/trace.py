@@ -170,19 +170,17 @@ def spread(recorded: Trace, names: Iterable[str], rates: Sequence[float], durati
     """A trace of several models made from the recorded one of a single service.
 
     Each model sees the recording from another moment on, as fast as its rate wants; arrivals keep their gaps (and so
-    their bursts), and prompts their outputs. Raises ValueError for a recording of fewer than two requests.
+    their bursts), and prompts their outputs. Raises ValueError for one without two requests at different times.
     """
-    if len(recorded) < 2 or recorded.duration == 0:
+    if len(recorded) < 2 or recorded.arrivals[0] == recorded.arrivals[-1]:
         raise ValueError("trace: a recording to spread over models needs two requests at different times")
-    random, (own, _) = np.random.default_rng(seed), rate_and_cv(recorded.arrivals)
-    own = own or len(recorded) / recorded.duration
-    gaps = np.diff(recorded.arrivals, prepend=recorded.arrivals[0])
-    gaps[0] = gaps[1:].mean()
+    random, gaps = np.random.default_rng(seed), np.diff(recorded.arrivals, prepend=recorded.arrivals[0])
+    gaps[0] = mean = gaps[1:].mean()
     streams, lengths = {}, {}
     for name, rate in zip(names, rates, strict=True):
-        turn = int(duration * rate / (own * float(gaps.sum()))) + 2  # times that the recording is gone through, at most
+        turn = int(duration * rate / len(recorded)) + 2  # times that the recording is gone through, at most
         index = (int(random.integers(len(recorded))) + np.arange(turn * len(recorded))) % len(recorded)
-        times = np.cumsum(gaps[index] * (own / rate)) if rate else np.empty(0)
+        times = np.cumsum(gaps[index] / (mean * rate)) if rate else np.empty(0)
         times = times[times < duration]
         streams[name] = times
         lengths[name] = recorded.prompts[index[: len(times)]], recorded.outputs[index[: len(times)]]

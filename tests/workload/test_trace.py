@@ -60,6 +60,19 @@ def test_lengths_are_drawn_in_pairs():
     assert set(zip(prompts.tolist(), outputs.tolist(), strict=True)) == set(pairs)
 
 
+def recording(*arrivals: float) -> Trace:
+    count = len(arrivals)
+    lengths = np.full(count, 5)
+    return Trace(np.array(arrivals), np.zeros(count, np.int32), lengths, lengths, ("service",))
+
+
+def test_a_recording_that_begins_late_has_the_rate_that_is_asked_for():
+    for times in ((1000.0, 1001.0), (1000.0, 1000.5, 1002.0)):
+        assert len(spread(recording(*times), ["a"], [1.0], 300.0, seed=0)) == pytest.approx(300, abs=2)
+    with pytest.raises(ValueError, match="two requests at different times"):
+        spread(recording(5.0, 5.0, 5.0), ["a"], [1.0], 10.0, seed=0)
+
+
 @pytest.mark.skipif(not (root() / "sarathi/traces").is_dir(), reason="the Azure traces are not here")
 def test_the_azure_traces_become_traces_of_several_models():
     recorded = load(root() / "sarathi/traces/azure_2023_conv.csv", "service")
