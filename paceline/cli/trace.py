@@ -1,8 +1,10 @@
 """`paceline trace`: makes traces, and says what is in them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +42,7 @@ def make(
         raise ValueError("recorded: has its own burstiness and lengths; without --cv and --lengths")
     file = fleet_file.load(fleet)
     names = [entry.name for entry in file.models]
+    one_shot = [entry.slo.deadline is not None for entry in file.models]
     rates = [entry.workload.rate or 0.0 for entry in file.models]
     if total_rate is not None:
         rates = arrivals.power_law(total_rate, len(names), power)
@@ -48,12 +51,12 @@ def make(
             raise ValueError("workload.rate: no model has a rate above 0; or give --total-rate")
         made = spread(load(recorded, "recorded"), names, rates, duration, seed)
     else:
-        one_shot = [entry.slo.deadline is not None for entry in file.models]
         made = workloads(file, rates, cv, duration, seed, one_shot)
         if lengths:
             known = load(lengths, "lengths")
             draw = joint_lengths(list(zip(known.prompts.tolist(), known.outputs.tolist(), strict=True)), seed)
             made = Trace.of({name: made.of_model(name).arrivals for name in made.names}, draw)
+    made = replace(made, outputs=np.where(np.array(one_shot)[made.models], 0, made.outputs))
     made.save(out)
     Console().print(described(made))
 

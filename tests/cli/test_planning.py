@@ -138,15 +138,14 @@ def test_traces_are_described_and_rescaled(folder):
     paceline(folder, "trace", "rescale", "t.csv", "--rate", "2", "--out", "more.csv")
     counts = [len((folder / name).read_text().splitlines()) for name in ("t.csv", "more.csv")]
     assert counts[1] == pytest.approx(2 * counts[0], rel=0.4)
-    (folder / "recorded.csv").write_text(
-        "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(f"{i},{100 + i},{i}\n" for i in range(50))
-    )
-    paceline(folder, "trace", "make", "fleet.yaml", "--recorded", "recorded.csv", "--out", "spread.csv")
-    assert load_trace(folder / "spread.csv") <= {(100 + i, i) for i in range(50)}
+
+
+def requests(path: Path) -> list[tuple[str, int, int]]:
+    with path.open() as file:
+        return [(row["model"], int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
 
 
 def test_lengths_are_drawn_together_from_a_recording(folder):
-    """Of models with steps; what is one-shot has no output, whatever the recording says."""
     step = {"linear": [0.01] * 20, "emit": 0.0, "decode": 0.0, "decode_context": 0.0, "chunk": 0.0,
             "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
     shapes = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": step}
@@ -161,11 +160,24 @@ def test_lengths_are_drawn_together_from_a_recording(folder):
     (folder / "lengths.csv").write_text("arrival,model,prompt_tokens,output_tokens\n" + rows)
     options = ["--lengths", "lengths.csv", "--duration", "30", "--out", "t.csv"]
     paceline(folder, "trace", "make", "fleet.yaml", *options)
-    with (folder / "t.csv").open() as file:
-        made = [(row["model"], int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)]
+    made = requests(folder / "t.csv")
     assert {(prompt, output) for model, prompt, output in made if model == "a"} == set(pairs)
     told = paceline(folder, "trace", "make", "fleet.yaml", "--recorded", "t.csv", *options, code=2)
     assert "recorded" in told and "--lengths" in told
+
+
+def test_lengths_of_a_recording_are_those_of_models_that_generate(folder):
+    """Models with a deadline are one-shot: they keep the prompts, and have no output."""
+    (folder / "recorded.csv").write_text(
+        "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(f"{i},{100 + i},{1 + i}\n" for i in range(50))
+    )
+    text = (folder / "fleet.yaml").read_text().replace("slo: {deadline: 1.5}, workload: {rate: 1", "workload: {rate: 4")
+    (folder / "fleet.yaml").write_text(text)
+    for option in ("--recorded", "--lengths"):
+        paceline(folder, "trace", "make", "fleet.yaml", option, "recorded.csv", "--out", "t.csv")
+        made = requests(folder / "t.csv")
+        assert {model for model, _, _ in made} == {"a", "b", "c"}
+        assert all(100 <= prompt < 150 and output == (prompt - 99) * (model == "c") for model, prompt, output in made)
 
 
 @pytest.mark.slow
@@ -200,11 +212,6 @@ def test_one_shot_models_have_no_output_and_recordings_are_a_models_own(folder):
     assert {row["output_tokens"] for row in rows} == {"0"}
     assert [sum(row["model"] == name for row in rows) for name in "ab"] == [20, 10]
     assert sum(row["model"] == "c" for row in rows) > 50
-
-
-def load_trace(path: Path) -> set[tuple[int, int]]:
-    with path.open() as file:
-        return {(int(row["prompt_tokens"]), int(row["output_tokens"])) for row in csv.DictReader(file)}
 
 
 def edited(folder: Path, old: str, new: str) -> list[str]:
