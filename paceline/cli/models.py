@@ -69,13 +69,13 @@ def find_models(
     sources: list[str], names: list[str], quantization: Quantization = "none", slo: SLO = NO_SLO,
     device: Accelerator = "cpu", dtype: DType = "auto", kv_cache_dtype: KVDType = "auto",
 ) -> list[Model]:  # fmt: skip
-    """Resolves all sources before anything is loaded; `quantization`, `kv_cache_dtype` and `slo` are for those that a
-    fleet file does not name. Raises ValueError naming the source, or what the device cannot compute in."""
+    """Resolves all sources before anything is loaded; `names`, `quantization`, `kv_cache_dtype` and `slo` are for those
+    that a fleet file does not name. Raises ValueError naming the source, or what the device cannot compute in."""
     if is_fleet_file(sources):
-        if quantization != "none" or kv_cache_dtype != "auto" or slo != NO_SLO:
+        if quantization != "none" or kv_cache_dtype != "auto" or slo != NO_SLO or names:
             raise ValueError(
-                "quantization, kv-cache-dtype, tbt-goal: with a fleet file they are keys of its models: quantization, "
-                "kv_cache_dtype, slo"
+                "quantization, kv-cache-dtype, tbt-goal, served-model-name: with a fleet file they are keys of its "
+                "models: quantization, kv_cache_dtype, slo, name"
             )
         entries = fleet_file.load(Path(sources[0])).models
     else:

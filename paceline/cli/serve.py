@@ -65,7 +65,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
-    served_model_name: Annotated[list[str] | None, typer.Option(help="Names for clients, in order.")] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Names for clients, in order of SOURCEs.")] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(envvar="PACELINE_API_KEYS", help="Accepted keys; without any, everybody is.")
     ] = None,

@@ -163,6 +163,15 @@ def test_where_models_share_devices_weights_are_as_plans_take_them(tmp_path, mor
     assert done.returncode == 2 and words in done.stderr
 
 
+def test_names_of_a_fleets_models_are_the_files_own(tmp_path):
+    """A placement, a plan and a profile call them so."""
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    groups = [{"devices": [0], "parallel": {}, "models": ["a", "b"]}]
+    (tmp_path / "placement.json").write_text(json.dumps({"groups": groups}))
+    done = paceline("serve", "fleet.yaml", "--placement", "placement.json", "--served-model-name", "x", cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "served-model-name: with a fleet" in done.stderr
+
+
 @pytest.mark.skipif(not HAS_TILES, reason="bfloat16 is refused, and weights are float32 in any case")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_and_so_are_those_of_draft_models(tmp_path, dtype):
