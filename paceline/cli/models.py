@@ -169,7 +169,7 @@ def paced(
             assert known is not None
         return known
 
-    asked = entry and entry.measured()
+    asked = entry and entry.measured(model.name)
     profile = asked or profile_of(model.path, model.quantization, model.name, options, needed)
     model = replace(model, profile=profile)
     if chooses and model.drafting.model:

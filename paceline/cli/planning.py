@@ -287,7 +287,7 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float, width: i
         shares = {parallel: max(known.stage_latency[1]) / whole.latency for parallel, known in shapes.items()}
         return SimulatedModel(table, slo, budget=budget, shares=shares, text_time=step)
     try:
-        step, measured = msgspec.convert(entry.step_time, StepTime), entry.measured()
+        step, measured = msgspec.convert(entry.step_time, StepTime), entry.measured(name)
     except msgspec.ValidationError as error:
         raise ValueError(f"profile: {name}: {error}") from error
     if len(step.linear) < 2:

@@ -50,12 +50,15 @@ class ModelEntry(msgspec.Struct):
     widths: Any = None
     chained: Any = {}
 
-    def measured(self) -> Profile | None:
-        """What `paceline profile` wrote of a model with steps; None where some of it is missing. Raises ValueError."""
+    def measured(self, name: str) -> Profile | None:
+        """What `paceline profile` wrote of this model with steps; None where some is missing. Raises ValueError."""
         fields = {one.name: getattr(self, one.name) for one in dataclass_fields(Profile)}
         if any(value is None for value in fields.values()):
             return None
-        return msgspec.convert(fields, Profile, str_keys=True)
+        try:
+            return msgspec.convert(fields, Profile, str_keys=True)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"profile: {name}: {error}") from error
 
     def texts(self) -> TextTimes | None:
         """Of an encoder on one device, by as many lengths as were measured; None where that is not there."""

@@ -96,6 +96,15 @@ def test_a_given_profile_says_the_budget_and_what_steps_take(started, tmp_path):
     assert [model.budget.knee for model in groups[0].models] == [64, PROFILE.knee]
 
 
+def test_a_given_profile_that_lacks_something_is_told_in_one_line(tmp_path):
+    text = msgspec.json.encode(profile_cache.document("a", PROFILE, profile_cache.Device.here(9)))
+    (tmp_path / "p.json").write_bytes(text.replace(b'"linear"', b'"lines"'))
+    (tmp_path / "fleet.yaml").write_text(FLEET + "cluster: {devices: 1}\n")
+    done = paceline("serve", "fleet.yaml", "--profile", "p.json", cwd=tmp_path)
+    words = "profile: a: Object missing required field `linear` - at `$.step_time`"
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "ahead"),
     [([], False), (["--async-scheduling"], True), (["--device", "cuda"], True),
