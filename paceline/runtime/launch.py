@@ -42,7 +42,7 @@ class Launcher(Protocol):
 
     async def meeting(self, workers: int) -> str | None:
         """A URL at which so many workers find each other (empty: there is only one), once there is room for all; None
-        after a while without: ask again."""
+        after a while without: ask again. Raises OSError where there can be none just now."""
 
     def process(self, number: int, command: Sequence[str], on_message: OnMessage, on_exit: OnExit) -> Process:
         """Of the group's workers one, not yet started. `command`: arguments to the Python interpreter there."""

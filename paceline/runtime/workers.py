@@ -16,6 +16,7 @@ HANG_S = 1.7  # workers of which one has not moved for so long are killed and st
 LOST_S = 10.0  # and such that owe a step of which none has computed anything for so long
 LOAD_HANG_S = 60.0  # one that loads has given no sign of life for so long
 LOAD_STUCK_S = 600.0  # or none of them has said how far it is; the first of all compiles kernels meanwhile
+AGAIN_S = 1.0  # after which it is tried again where the system has no process, file or memory for them
 MAX_RESTARTS = 5  # in a row, without a step in between, and since a request was to blame
 MOST_RESTARTS = 20  # in a row, whoever is to blame
 NO_ROOM_S = 30.0  # without room for so long: a cluster's other nodes have some in seconds, a new one comes in minutes
@@ -70,27 +71,29 @@ class Workers:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        if (meeting := await self._meeting()) is None:
-            return
-        infos = [guest.info for guest in self.guests]
-        blocks = tuple((info.num_blocks, info.most_blocks) if info else None for info in infos)
-        resident = tuple(guest.resident for guest in self.guests)
-        unseen = any(info is None for model, info in enumerate(infos) if model not in self._failed)
-        check = unseen or not any(resident)  # of workers that load nothing nobody hears when they are there
-        self._present.clear()
-        self._owed = 0
-        self._awaited = {m for m, stays in enumerate(resident) if (stays or check) and m not in self._failed}
-        self._processes = []
-        for number in range(self.parallel.devices):
-            command = self.command(Seat(number, meeting, blocks, resident, check))
-            self._processes.append(self.launcher.process(number, command, self._receive, self._exited))
-        self._infos = [{} for _ in self.guests]
+        started: list[Process] = []
+        self._processes = started  # others, as soon as one is lost and all are started again
         try:
-            for process in (started := self._processes):
-                if self._processes is started:  # else one was lost meanwhile, and all are started again
+            if (meeting := await self._meeting()) is None:
+                return
+            infos = [guest.info for guest in self.guests]
+            blocks = tuple((info.num_blocks, info.most_blocks) if info else None for info in infos)
+            resident = tuple(guest.resident for guest in self.guests)
+            unseen = any(info is None for model, info in enumerate(infos) if model not in self._failed)
+            check = unseen or not any(resident)  # of workers that load nothing nobody hears when they are there
+            self._present.clear()
+            self._owed = 0
+            self._awaited = {m for m, stays in enumerate(resident) if (stays or check) and m not in self._failed}
+            for number in range(self.parallel.devices):
+                command = self.command(Seat(number, meeting, blocks, resident, check))
+                started.append(self.launcher.process(number, command, self._receive, self._exited))
+            self._infos = [{} for _ in self.guests]
+            for process in started:
+                if self._processes is started:
                     await process.start()
         except OSError as error:
-            self._fail(f"the worker cannot be started: {error}")
+            if self._processes is started:
+                self._lost(f"the worker cannot be started ({error})", AGAIN_S)
 
     async def stop(self) -> None:
         self.state = "stopped"
@@ -167,29 +170,32 @@ class Workers:
             process.kill()
 
     def _exited(self, process: Process, code: int) -> None:
-        if process not in self._processes or self.state in ("failed", "stopped"):
+        if process in self._processes:
+            self._lost(f"the worker ended with code {code}")
+
+    def _lost(self, reason: str, after_s: float = 0.0) -> None:
+        """One is gone, and with it all: they are started again, unless that was too often."""
+        if self.state in ("failed", "stopped"):
             return
         gone, self._processes = self._processes, []
         self._restarts += 1
         loaded = any(guest.info for guest in self.guests)
         if not loaded or self._restarts > min(self._allowed, MOST_RESTARTS):
-            self._fail(f"the worker ended with code {code} {self._restarts} times in a row", gone)
+            self._task(_end(gone))
+            reason = f"{reason} {self._restarts} times in a row"
+            if not self._replaced(reason):
+                self.give_up(reason)
             return
         self.state = "restarting"
         if self._tell_lost():
             self._allowed = self._restarts + MAX_RESTARTS
-        self._task(self._start_again(gone))
+        self._task(self._start_again(gone, after_s))
 
-    async def _start_again(self, gone: Sequence[Process]) -> None:
+    async def _start_again(self, gone: Sequence[Process], after_s: float) -> None:
         await _end(gone)
+        await asyncio.sleep(after_s)
         if self.state == "restarting" and not self.gone:
             await self.start()
-
-    def _fail(self, reason: str, gone: Sequence[Process] = ()) -> None:
-        processes, self._processes = [*gone, *self._processes], []
-        self._task(_end(processes))
-        if not self._replaced(reason):
-            self.give_up(reason)
 
     def _replaced(self, reason: str) -> bool:
         """They are gone for good: whether others take over. Then their models have lost them, and wait."""

@@ -3,7 +3,10 @@
 import asyncio
 from dataclasses import replace
 
+import pytest
+
 from paceline.core.request import SamplingParams
+from paceline.runtime import workers
 from paceline.runtime.fleet import FleetConfig, LocalFleet
 from paceline.runtime.process import Local
 from paceline.runtime.workers import MAX_RESTARTS
@@ -59,4 +62,55 @@ async def test_the_status_says_what_is_waited_for_and_a_stop_does_not_wait():
     await until(lambda: launcher.reason)
     assert [(status.state, status.reason) for status in fleet.status()] == [("restarting", "no room")]
     await fleet.stop()
+    assert not children()
+
+
+class Short(Local):
+    """Has no file left so many times, when the workers are to meet or when one is to start."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where, self.left = where, 0
+
+    def _take(self, where: str) -> None:
+        if self.left and where == self.where:
+            self.left -= 1
+            raise OSError(24, "Too many open files")
+
+    async def meeting(self, workers):
+        self._take("meeting")
+        return await super().meeting(workers)
+
+    def process(self, *arguments):
+        process = super().process(*arguments)
+        start = process.start
+
+        async def starting() -> None:
+            self._take("start")
+            await start()
+
+        process.start = starting
+        return process
+
+
+@pytest.mark.parametrize("where", ["meeting", "start"])
+async def test_workers_that_cannot_be_started_for_a_while_are_not_given_up(where, monkeypatch):
+    monkeypatch.setattr(workers, "AGAIN_S", 0.0)
+    launcher = Short(where)
+    fleet = LocalFleet([replace(worker(), launcher=launcher)], FleetConfig())
+    await fleet.start()
+    try:
+        launcher.left = MAX_RESTARTS - 1
+        await lose(fleet.workers[0])
+        await until(lambda: not launcher.left and fleet.workers[0].state != "restarting")
+        sink = Collector()
+        fleet.submit("toy", [1, 2], SamplingParams(max_tokens=5), sink)
+        await sink.done.wait()
+        assert sink.tokens == expected([1, 2], 5)
+        launcher.left = 10**9
+        await lose(fleet.workers[0])
+        await until(lambda: fleet.workers[0].state == "failed")
+        assert f"Too many open files) {MAX_RESTARTS + 1} times in a row" in fleet.status()[0].reason
+    finally:
+        await fleet.stop()
     assert not children()
