@@ -1,4 +1,5 @@
-"""The command `paceline`. Exit codes: 0 done, 2 bad input (one line names it), 1 anything else."""
+"""The command `paceline`. Exit codes: 0 done, 2 bad input (one line names it), 1 anything else (one line names a
+file that could not be used)."""
 
 import sys
 from collections.abc import Callable
@@ -25,6 +26,11 @@ def main() -> None:
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"paceline: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

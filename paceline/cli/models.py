@@ -140,13 +140,13 @@ def paced(
             return model
         file = profile_cache.cache_file(model.path, model.quantization, profile_cache.Device.here(threads))
         texts, error = entry and entry.texts(), given.margin(model.name) if given and entry else 0.0
-        if texts and (len(texts.seconds) > 1 or not file.exists()):  # of one length the cache knows more
+        if texts and (len(texts.seconds) > 1 or not profile_cache.read(file)):  # of one length the cache knows more
             step, budget = text_steps(texts, maximum, error)
             return replace(model, step_time=step, budget=budget)
-        if (measures or model.slo != NO_SLO) and not file.exists():
+        if (measures or model.slo != NO_SLO) and not profile_cache.read(file):
             how = ["--threads", str(threads)] if threads else []
             measured_here(model.path, model.name, ["--quick", "--quantization", model.quantization, *how])
-        if not file.exists():
+        if not profile_cache.read(file):
             return model
         times, _, error = text_times(file)
         step, budget = text_steps(times, maximum, error)

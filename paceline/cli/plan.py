@@ -16,7 +16,7 @@ from rich.table import Table
 from paceline.cli import fleet_file
 from paceline.cli.ask import ask
 from paceline.cli.placement_file import load_placement, save_placement
-from paceline.cli.planning import DEFAULT_POLICY, FEWEST, Planned, check_parent, names_of, planned, traffic
+from paceline.cli.planning import DEFAULT_POLICY, FEWEST, Planned, check_file, names_of, planned, traffic
 from paceline.core.cluster import Placement
 from paceline.placement import explain
 from paceline.placement.dispatch import RULES
@@ -60,7 +60,7 @@ def plan(
 
     Example: paceline plan fleet.yaml --profile profile.json --trace trace.csv --out placement.json
     """
-    check_parent("out", out)
+    check_file("out", out)
     if (trace or watch) and duration:
         raise ValueError("duration: is of workloads, and --trace or --watch has its own")
     if trace and watch:

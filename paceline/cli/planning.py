@@ -393,7 +393,7 @@ def workloads(
 def make_folder(option: str, path: Path) -> None:
     """Before the work that is to be kept in it. Raises ValueError."""
     try:
-        path.mkdir(exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{option}: {path}: {error.strerror}") from error
     if not os.access(path, os.W_OK):
@@ -408,6 +408,13 @@ def check_parent(option: str, path: Path | None) -> None:
     """Raises ValueError where a file could not be written."""
     if path and not path.parent.is_dir():
         raise ValueError(f"{option}: {path.parent} is not a directory")
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Before the work that is to be kept in it. Raises ValueError where it could not be written."""
+    check_parent(option, path)
+    if path and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+        raise ValueError(f"{option}: {path}: cannot be written to")
 
 
 def names_of(groups: Sequence[str], most: int = 8) -> str:

@@ -15,6 +15,7 @@ from paceline.cli.accelerators import Accelerator, DType, KVDType, check
 from paceline.cli.drafting import Drafting
 from paceline.cli.fleet_file import Quantization, Speculation
 from paceline.cli.goals import goal_budget
+from paceline.cli.planning import check_file, make_folder
 from paceline.cli.profile_cache import threads_of
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import default_name, resolve
@@ -86,8 +87,7 @@ def profile(
     if bool(drafts) != speculation:
         raise ValueError("speculation: takes the drafts behind the source, and they need --speculation")
     for option, file in (("plot", plot), ("json", json), ("out", out)):
-        if file and not file.parent.is_dir():
-            raise ValueError(f"{option}: {file.parent} is not a directory")
+        check_file(option, file)
     of_steps = {
         "speculation": speculation, "tbt-goal": tbt_goal is not None, "plot": plot, "memory": memory,
         "context": context, "token-budget": token_budget != MAX_TOKENS, "max-batch": max_batch != MAX_BATCH,
@@ -157,6 +157,8 @@ def _steps(
 ) -> None:  # fmt: skip
     """What steps take, kept for `serve`; `limits` are the engine's."""
     figure = _figure() if plot else None
+    device = profile_cache.Device.here(*(limits[key] for key in ("threads", "device", "dtype", "kv_cache_dtype")))
+    kept = _kept(path, limits["quantization"], device)
     from paceline.engine.kv_cache import available_bytes, held_bytes
     from paceline.engine.machine import require
     from paceline.engine.profiler import profile as measure
@@ -176,8 +178,6 @@ def _steps(
             quantization=precision(on, dtype, limits["quantization"], path).weights,
             progress=lambda done, total: bars.update(steps, completed=done, total=total),
         )  # fmt: skip
-    device = profile_cache.Device.here(limits["threads"], on, dtype, limits["kv_cache_dtype"])
-    kept = profile_cache.cache_file(path, limits["quantization"], device)
     for file in (kept, json):
         if file:
             profile_cache.save(file, name, result, device)
@@ -191,6 +191,13 @@ def _steps(
     if plot and figure:
         draw(figure, result, plot, name)
     errors.print(f"kept in {kept}", highlight=False, soft_wrap=True)
+
+
+def _kept(path: Path, quantization: str, device: profile_cache.Device) -> Path:
+    """The file in the cache that is to be written. Raises ValueError where it could not be."""
+    kept = profile_cache.cache_file(path, quantization, device)
+    make_folder("XDG_CACHE_HOME", kept.parent)
+    return kept
 
 
 def _ways(draft: str, device: str, target: str) -> list[Speculation]:
@@ -234,6 +241,7 @@ def _encoder(
     quick: bool,
 ) -> None:  # fmt: skip
     device = profile_cache.Device.here(threads)
+    kept = _kept(path, quantization, device)
     with _progress() as bars:
         task = bars.add_task(f"profiling {name}", total=None)
 
@@ -241,7 +249,6 @@ def _encoder(
             bars.update(task, completed=gone, total=planned)
 
         entry = fleet_profile.encoder_alone(path, tokens, threads, quantization, seconds, quick, progress)
-    kept = profile_cache.cache_file(path, quantization, device)
     for file in (kept, json):
         if file:
             profile_cache.write(file, {"models": {name: entry}, "device": device, "error": entry["error"]})

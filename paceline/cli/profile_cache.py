@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import sys
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -94,12 +96,28 @@ def write(path: Path, contents: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def load(path: Path) -> Profile | None:
-    """The profile in a file of one model; None without a file. Raises ValueError for one that is something else."""
+def read(path: Path) -> bytes | None:
+    """What is kept there; None: nothing that can be read. If that is not for want of a file, it is said once."""
     try:
-        file = msgspec.json.decode(path.read_bytes(), type=ProfileFile)
+        return path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        _say(f"{path.parent}: profiles cannot be read: {error.strerror}")
+        return None
+
+
+@cache
+def _say(line: str) -> None:
+    print(f"paceline: {line}", file=sys.stderr)
+
+
+def load(path: Path) -> Profile | None:
+    """The profile in a file of one model; None without one (`read`). Raises ValueError for something else."""
+    if (contents := read(path)) is None:
+        return None
+    try:
+        file = msgspec.json.decode(contents, type=ProfileFile)
     except msgspec.DecodeError as error:
         raise ValueError(f"profile: {path} is not a profile ({error}); delete it or profile again") from error
     return next(iter(file.models.values()))

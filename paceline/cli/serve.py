@@ -35,7 +35,7 @@ from paceline.cli.groups import (
 )
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
 from paceline.cli.placement_file import placement_json
-from paceline.cli.planning import names_of, planned
+from paceline.cli.planning import check_file, names_of, planned
 from paceline.cli.profile_cache import threads_of
 from paceline.cli.profile_file import PlanningProfile
 from paceline.cli.replan import WINDOW_S, Replanner
@@ -166,8 +166,7 @@ def serve(
     }
     if replan and (devices is None or ray):
         raise ValueError("replan: needs a fleet file with a cluster, or a placement, and goes without --ray")
-    if record and not record.parent.is_dir():
-        raise ValueError(f"record: {record.parent} is not a directory")
+    check_file("record", record)
     sizes = {
         "--token-budget": max(2, maximum), "--max-batch": max_batch, "--context": context, "--memory": memory,
         "--threads": threads,

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import fleet_file
-from paceline.cli.planning import check_parent, workloads
+from paceline.cli.planning import check_file, workloads
 from paceline.workload import arrivals
 from paceline.workload.trace import Trace, joint_lengths, load, spread
 
@@ -37,7 +37,7 @@ def make(
 
     Example: paceline trace make fleet.yaml --duration 600 --total-rate 8 --cv 4 --out trace.csv
     """
-    check_parent("out", out)
+    check_file("out", out)
     if recorded and (cv is not None or lengths):
         raise ValueError("recorded: has its own burstiness and lengths; without --cv and --lengths")
     file = fleet_file.load(fleet)
@@ -87,7 +87,7 @@ def rescale(
 
     Example: paceline trace rescale trace.csv --rate 2 --cv 1.5 --out more.csv
     """
-    check_parent("out", out)
+    check_file("out", out)
     known = load(trace, model)
     streams, draws = {}, {}
     for index, name in enumerate(known.names):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import threading
 import time
 from dataclasses import asdict
@@ -239,6 +240,23 @@ def edited(folder: Path, old: str, new: str) -> list[str]:
 )
 def test_mistakes_in_a_fleet_to_plan(folder, old, new, words):
     assert words in paceline(folder, *edited(folder, old, new), code=2)
+
+
+def test_what_cannot_be_written_is_told_before_it_is_planned(folder, monkeypatch):
+    monkeypatch.setattr("paceline.cli.plan.make", None)
+    assert "out: .: cannot be written to" in paceline(folder, "plan", "fleet.yaml", "--out", ".", code=2)
+    (folder / "p.json").touch()
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK or Path(path).name != "p.json")
+    assert "out: p.json: cannot be written to" in paceline(folder, "plan", "fleet.yaml", "--out", "p.json", code=2)
+
+
+def test_a_file_that_fails_meanwhile_is_one_line(folder, monkeypatch):
+    def save(trace, path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("paceline.workload.trace.Trace.save", save)
+    told = paceline(folder, "trace", "make", "fleet.yaml", "--out", "t.csv", code=1)
+    assert told == "paceline: t.csv: No space left on device\n"
 
 
 @pytest.mark.parametrize(

