@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -176,29 +177,38 @@ def serve(
     measures = planning and profile is None
     fixed, share = token_budget is not None, partial(quickest_share, places) if devices else lambda name: 1.0
     measured = PlanningProfile.load(profile) if profile else None
-    models = [paced(one, maximum, fixed, threads, given, measures, share(one.name), measured) for one in models]
-    asked = profile, threads, size, memory or room, policy, token_budget
-    known = planned(file, *asked) if file and (planning or profile) else None
-    if planning and file and known:
-        with console.status("planning"):
-            places = plan(file, known)
     ahead = device != "cpu" and policy == DEFAULTS.policy if async_scheduling is None else async_scheduling
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, async_scheduling=ahead, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
-    groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None, room=room)
-    started = groups(places)
-    if cluster and threads:
-        started = on_cluster(started, cluster, threads, file, device == "cuda")
-    options = {
-        "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
-        "memory": known.cluster.memory if known else limits["memory"] or room, "cluster": cluster,
-    }  # fmt: skip
-    beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(run(models, started, fleet, server, host, port, beside))
+    with listener(host, port) as sock:  # from now on: what follows may take minutes
+        models = [paced(one, maximum, fixed, threads, given, measures, share(one.name), measured) for one in models]
+        asked = profile, threads, size, memory or room, policy, token_budget
+        known = planned(file, *asked) if file and (planning or profile) else None
+        if planning and file and known:
+            with console.status("planning"):
+                places = plan(file, known)
+        groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None, room=room)
+        started = groups(places)
+        if cluster and threads:
+            started = on_cluster(started, cluster, threads, file, device == "cuda")
+        options = {
+            "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
+            "memory": known.cluster.memory if known else limits["memory"] or room, "cluster": cluster,
+        }  # fmt: skip
+        beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(run(models, started, fleet, server, sock, beside))
     if cluster:
         cluster.close()
     sys.exit(code)
+
+
+def listener(host: str, port: int) -> socket.socket:
+    """`bind`. Raises ValueError."""
+    try:
+        return bind(host, port)
+    except OSError as error:
+        raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
 
 
 async def run(
@@ -206,16 +216,11 @@ async def run(
     groups: list[WorkerGroup],
     config: FleetConfig,
     server: ServerConfig,
-    host: str,
-    port: int,
+    sock: socket.socket,
     beside: Callable[[LocalFleet, Recent], Coroutine[None, None, None]] | None = None,
 ) -> int:
     """Starts the fleet, serves until told to stop, drains. Returns the exit code."""
     begin = time.monotonic()
-    try:
-        sock = bind(host, port)
-    except OSError as error:
-        raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
     console.print(f"loading {', '.join(m.name for m in models)} (kernels are compiled once, at the first start)")
     progress = LoadingProgress([m.name for m in models])
     fleet = LocalFleet(groups, config, progress.update)
@@ -246,7 +251,6 @@ async def run(
                 task.cancel()
     finally:
         await fleet.stop()
-        sock.close()
 
 
 async def placed(fleet: LocalFleet, recent: Recent, every: float | None, **options: Any) -> None:

@@ -85,15 +85,26 @@ class _Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that has the address but does not listen yet; port 0 is any free one. Raises OSError."""
+    """A socket that alone has the address but does not listen yet: connections are refused. Port 0 is any free one.
+    Raises OSError."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
+        try:
+            sock.bind((host, port))
+        except OSError:  # somebody has it, or had it and its connections have not timed out: those may stay
+            _share(sock, True)
+            sock.bind((host, port))
+            _share(sock, False)
     except OSError:
         sock.close()
         raise
     return sock
+
+
+def _share(sock: socket.socket, shares: bool) -> None:
+    """Whether it has its address beside connections that have ended, and others that share it: asked at `bind` and at
+    `listen`."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, shares)
 
 
 def url_of(sock: socket.socket) -> str:
@@ -115,6 +126,7 @@ async def serve(
     the URL when connections are taken. Main thread only.
     """
     url = url_of(sock)
+    _share(sock, True)
     server = _Server(_configure(app, access_log))
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()

@@ -92,7 +92,8 @@ def test_models_share_gpus_where_there_are_fewer(monkeypatch):
     monkeypatch.setattr("paceline.cli.serve.run", run)
     for visible in ("0", "0,1", "0,1,2"):
         monkeypatch.setenv(VISIBLE, visible)
-        assert paceline("serve", "builtin:coder", "builtin:coder-draft", "--device", "cuda").returncode == 0
+        models = "builtin:coder", "builtin:coder-draft"
+        assert paceline("serve", *models, "--device", "cuda", "--port", "0").returncode == 0
     names = [[[Path(model["path"]).name for model in options(one)["models"]] for one in groups] for groups in told]
     assert names == [[["coder", "coder-draft"]], [["coder"], ["coder-draft"]], [["coder"], ["coder-draft"]]]
     assert [options(one)["devices"] for one in told[1]] == [[0], [1]]

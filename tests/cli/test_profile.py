@@ -265,7 +265,7 @@ def test_what_a_placement_makes_of_a_step():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serve", "builtin:coder", "--tbt-goal", "0.0001", "--token-budget", "256"], "its floor on this machine"),
+        (["serve", "builtin:coder", "--tbt-goal", "1e-4", "--token-budget", "256", "--port", "0"], "its floor on this"),
         (["serve", "builtin:coder", "--policy", "fastest"], "policy: 'fastest' is not one of"),
         (["serve", "builtin:coder", "--policy", "orca", "--tbt-goal", "1"], "tbt-goal: policy 'orca' takes no notice"),
         (["serve", "builtin:coder", "--quantization", "int3"], "'int3' is not one of"),

@@ -16,6 +16,7 @@ from paceline.cli.sources import BUILTIN
 from paceline.core.record import load
 from paceline.engine.host import MARGIN
 from paceline.processor import HAS_TILES
+from paceline.server.serve import bind
 from tests.cli.command import paceline
 from tests.cli.test_profile import PROFILE
 from tests.system.server import Server
@@ -67,7 +68,7 @@ def started(tmp_path, monkeypatch):
 
         monkeypatch.setattr("paceline.cli.serve.run", run)
         (tmp_path / "fleet.yaml").write_text(text)
-        done = paceline("serve", str(tmp_path / "fleet.yaml"), *options, cwd=tmp_path)
+        done = paceline("serve", str(tmp_path / "fleet.yaml"), "--port", "0", *options, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return got[0], got[1]
 
@@ -100,7 +101,7 @@ def test_a_given_profile_that_lacks_something_is_told_in_one_line(tmp_path):
     text = msgspec.json.encode(profile_cache.document("a", PROFILE, profile_cache.Device.here(9)))
     (tmp_path / "p.json").write_bytes(text.replace(b'"linear"', b'"lines"'))
     (tmp_path / "fleet.yaml").write_text(FLEET + "cluster: {devices: 1}\n")
-    done = paceline("serve", "fleet.yaml", "--profile", "p.json", cwd=tmp_path)
+    done = paceline("serve", "fleet.yaml", "--profile", "p.json", "--port", "0", cwd=tmp_path)
     words = "profile: a: Object missing required field `linear` - at `$.step_time`"
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
@@ -138,7 +139,7 @@ def test_steps_are_composed_ahead_on_gpus(options, ahead, monkeypatch):
     monkeypatch.setattr("paceline.cli.serve.run", run)
     monkeypatch.setattr("paceline.cli.serve.gpus", lambda: ["0"])
     monkeypatch.setattr("paceline.cli.serve.check", lambda *_: None)
-    done = paceline("serve", "builtin:coder", *options)
+    done = paceline("serve", "builtin:coder", "--port", "0", *options)
     assert done.returncode == 0, done.stderr
     assert [fleet.async_scheduling for fleet in fleets] == [ahead]
 
@@ -207,6 +208,15 @@ def test_and_so_are_those_of_draft_models(tmp_path, dtype):
     (tmp_path / "fleet.yaml").write_text(model)
     done = paceline("serve", "fleet.yaml", "--dtype", dtype, "--record", "/no/where", cwd=tmp_path)
     assert done.returncode == 2 and "dtype: plans are made for auto, and 'a' would be held" in done.stderr
+
+
+def test_a_port_that_another_server_loads_for_is_told_before_anything_is_measured(monkeypatch):
+    monkeypatch.setattr("paceline.cli.serve.paced", None)
+    with bind("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        done = paceline("serve", "builtin:coder", "--port", str(port))
+    words = f"paceline: host, port: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    assert done.returncode == 2 and done.stderr == words
 
 
 def test_keys_and_values_of_one_sequence_must_fit():

@@ -91,9 +91,22 @@ def test_an_address_in_use_is_an_error() -> None:
     with bind("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
         assert url_of(sock) == f"http://127.0.0.1:{port}"
+        with pytest.raises(OSError):
+            bind("127.0.0.1", port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        module._share(sock, True)
         sock.listen()
         with pytest.raises(OSError):
             bind("127.0.0.1", port)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            sock.accept()[0].close()
+            assert client.recv(1) == b""
+    with bind("127.0.0.1", port) as sock:  # while what is left of the connection times out
+        with pytest.raises(OSError):
+            bind("127.0.0.1", port)
+        module._share(sock, True)
+        sock.listen()
 
 
 def exchange(url: str, data: bytes) -> bytes:
