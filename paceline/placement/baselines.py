@@ -1,7 +1,6 @@
 """What AlpaServe is compared with (section 6): placements that are simpler, and one that sees the future."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -23,8 +22,7 @@ def clockwork(problem: Problem, window: float) -> list[tuple[float, Choice]]:
     last = float(problem.times[-1]) if len(problem.times) else 0.0
     for begin in window * np.arange(int(last / window) + 1):
         now = (problem.times >= begin) & (problem.times < begin + window)
-        some = replace(problem, times=problem.times[now], models=problem.models[now])
-        found.append((float(begin), selective_replication(some)))
+        found.append((float(begin), selective_replication(problem.only(now))))
     return found
 
 

@@ -88,6 +88,7 @@ class Problem:
     reserve: Sequence[int] = ()  # bytes beside the weights, by model, over all devices of its group (its KV cache)
     kinds: Sequence[int] = ()  # of the models: a group has models of one kind
     judge: "Judge | None" = None  # simulates models that are not one-shot; None: there are none
+    numbers: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # of requests as the judge knows them; or all
     shapes: list[Parallel] = field(init=False)
     stages: Ints = field(init=False)  # [shapes]
     devices: Ints = field(init=False)  # [shapes]
@@ -128,6 +129,8 @@ class Problem:
             self.latency = self.latency.astype(np.float32).astype(np.float64)
             self.goal = self.goal.astype(np.float32).astype(np.float64)
         self.models = np.asarray(self.models, np.int32)  # one type: compiled once
+        if not len(self.numbers):
+            self.numbers = np.arange(len(self.times))
         self.requests = np.bincount(self.models, minlength=len(self.tables)).astype(np.int64)
         self.kind_of = np.array(self.kinds or [0] * len(self.tables))
         self._everybody = np.ones(len(self.tables), np.bool_)
@@ -162,11 +165,13 @@ class Problem:
         return out
 
     def some(self, share: float, windows: int) -> "Problem":
-        """The same with that share of the traffic only, in so many windows spread over it. Not with a judge, who knows
-        one traffic."""
-        assert not self.judge
+        """The same with that share of the traffic only, in so many windows spread over it."""
         at = np.arange(len(self.times)) * windows / max(1, len(self.times))
-        return replace(self, times=self.times[at % 1 < share], models=self.models[at % 1 < share])
+        return self.only(at % 1 < share)
+
+    def only(self, mine: Bools) -> "Problem":
+        """The same with these requests only."""
+        return replace(self, times=self.times[mine], models=self.models[mine], numbers=self.numbers[mine])
 
     def arrays(self, placement: Placement) -> tuple[Ints, Bools]:
         """Raises ValueError for a shape or a model that there is no table of."""

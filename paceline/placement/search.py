@@ -203,6 +203,7 @@ def part(problem: Problem, models: Ints, devices: int, mine: Bools | None = None
         [problem.slo[m] for m in models], problem.times[mine], places[problem.models[mine]], problem.rule,
         problem.timing, [problem.reserve[m] for m in models] if problem.reserve else (),
         [problem.kinds[m] for m in models] if problem.kinds else (), problem.judge,
+        problem.numbers[mine],
     )  # fmt: skip
     fits = [some.room(p, np.zeros(len(models), np.bool_)) for p in range(len(some.shapes))]
     return some if fits and np.any(fits, 0).all() else None

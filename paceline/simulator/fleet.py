@@ -267,13 +267,8 @@ def judge(
 
     def call(problem: Problem, shape: np.ndarray, member: np.ndarray, active: np.ndarray, out: Outcome) -> None:
         names = [table.name for table in problem.tables]
-        places = [trace.names.index(name) for name in names]
-        kept = np.isin(trace.models, places)
-        index = np.full(len(trace.names), -1, np.int32)
-        index[places] = np.arange(len(names))
-        some = Trace(
-            trace.arrivals[kept], index[trace.models[kept]], trace.prompts[kept], trace.outputs[kept], tuple(names)
-        )
+        prompts, outputs = trace.prompts[problem.numbers], trace.outputs[problem.numbers]
+        some = Trace(problem.times, problem.models, prompts, outputs, tuple(names))
         groups, begin = [], 0
         for g, p in enumerate(shape):
             parallel = problem.shapes[p]

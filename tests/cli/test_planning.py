@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from paceline.engine.parallel import Place
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
 from paceline.latency.step_time import StepTime
+from paceline.placement.search import part, split_cells, uniform
 from paceline.placement.search import plan as search
 from paceline.processor import HAS_TILES
 from paceline.simulator.drafts import SimulatedDrafts
@@ -507,3 +509,30 @@ def test_models_of_both_kinds_get_devices_though_their_latencies_are_alike(folde
     file = fleet_file.load(folder / "fleet.yaml")
     groups = plan(file, planned(file, folder / "profile.json")).groups
     assert sorted(group.models for group in groups) == [("a", "b"), ("c",)]
+
+
+def test_a_cell_is_planned_for_its_own_requests(folder):
+    """Of a model in two cells each has half of the requests, and what was met is counted of those, whatever the kind
+    of the models beside it."""
+    step = {"linear": [0.01 + 1e-4 * n for n in range(300)], "emit": 0.0, "decode": 1e-3, "decode_context": 0.0,
+            "chunk": 0.0, "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
+    known = profile({"small": 0.02})
+    known["models"]["llm"] = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": step}
+    (folder / "profile.json").write_text(json.dumps(known))
+    (folder / "fleet.yaml").write_text(
+        "models:\n"
+        "  - {name: a, source: 'profile:llm', slo: {ttft: 0.1}, workload: {rate: 90, output_tokens: 8}}\n"
+        "  - {name: b, source: 'profile:llm', slo: {ttft: 0.1}, workload: {rate: 10, output_tokens: 8}}\n"
+        "  - {name: c, source: 'profile:small', slo: {deadline: 1.0}, workload: {rate: 10}}\n"
+        "cluster: {devices: 128, memory: 3GiB}\n"
+    )
+    file = fleet_file.load(folder / "fleet.yaml")
+    fleet = planned(file, folder / "profile.json")
+    problem = fleet.problem(traffic(file, fleet, None, 10.0, 0))
+    cells = split_cells(problem)
+    assert sum(mine[problem.models == 0].any() for mine, _ in cells) == 2
+    for mine, devices in cells:
+        some = part(problem, np.unique(problem.models[mine]), devices, mine)
+        outcome = uniform(some, some.shapes.index(Parallel())).outcome
+        assert (outcome.bad >= 0).all() and outcome.good.sum() > 0 and outcome.requests.sum() == mine.sum()
+    assert search(problem, effort=4 * len(problem.times)).outcome.attainment > 0.9
