@@ -1,6 +1,7 @@
 """What `plan`, `simulate` and `trace` have in common: a fleet file's models, devices and traffic."""
 
 import os
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -139,7 +140,7 @@ def _model(
             raise ValueError(f"source: model {entry.name!r}: no {name!r} in a profile; {there}")
         assert file
         live = known[name].live or LiveEntry()
-        found = _as_served(_from_profile(entry.name, known[name], slo, file.margin(name), width), live)
+        found = _as_served(_from_profile(entry, known[name], slo, file.margin(name), width), live)
         return _drafting(found, entry, threads, live)
     path = resolve(entry.source)
     one_shot = is_encoder(path)
@@ -256,9 +257,9 @@ def _more_in_front(shape: ShapeTable, weight: int) -> ShapeTable:
     return replace(shape, stage_weight_bytes=(first + weight, *others))
 
 
-def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float, width: int | None) -> SimulatedModel:
+def _from_profile(model: Entry, entry: ModelEntry, slo: SLO, error: float, width: int | None) -> SimulatedModel:
     """`error`: P95 of the predictions of texts; `width`: the token budget, if one was asked for."""
-    shapes, shares = {}, {}
+    name, shapes, shares = model.name, {}, {}
     for index, one in enumerate(entry.parallel):
         where, stages = f"profile: {name}.parallel.{index}", one.pipeline
         if len(one.stage_weight_bytes) != stages:
@@ -293,8 +294,9 @@ def _from_profile(name: str, entry: ModelEntry, slo: SLO, error: float, width: i
     if len(step.linear) < 2:
         raise ValueError(f"profile: {name}.step_time.linear: needs times of steps of 0, 1 and more tokens")
     if set(shapes) == {Parallel()} and not shares:  # nothing else was measured: stages of equal layers
-        alone = shapes[Parallel()]
-        for count in PIPELINES[1:]:
+        alone, files = shapes[Parallel()], not model.source.startswith("profile:")
+        deepest = ModelConfig.load(resolve(model.source, "*.json")).layers + 2 if files else max(PIPELINES)
+        for count in PIPELINES[1 : bisect(PIPELINES, deepest)]:  # embedding and head may be stages, too
             part = -(-alone.stage_weight_bytes[0] // count)
             shapes[Parallel(count)] = ShapeTable((part,) * count, {1: (0.0,) * count}, alone.working_bytes)
     quickest = min(shares.get(one, 1 / one.devices) * one.pipeline for one in shapes)

@@ -3,14 +3,16 @@
 from pathlib import Path
 
 BUILTIN = Path(__file__).parents[1] / "builtin"
+NEEDED = "*.json", "*.safetensors", "*.jinja"  # configuration, tokenizer and weights; nothing that could run
 
 
 def builtin_names() -> list[str]:
     return sorted(path.parent.name for path in BUILTIN.glob("*/config.json"))
 
 
-def resolve(source: str) -> Path:
-    """The directory of a checkpoint. Raises ValueError with one line that names the source and what would be valid."""
+def resolve(source: str, *needed: str) -> Path:
+    """The directory of a checkpoint; of a hub repository's files those `needed`, such as "*.json", or all that serving
+    takes. Raises ValueError with one line that names the source and what would be valid."""
     if source.startswith("builtin:"):
         name = source.removeprefix("builtin:")
         if name not in builtin_names():
@@ -22,12 +24,11 @@ def resolve(source: str) -> Path:
             raise ValueError(f"source: {source!r} has no config.json; give a directory with a Hugging Face checkpoint")
         return path
     if source.count("/") == 1 and not source.startswith((".", "/", "~")):
-        return _download(source)
+        return _download(source, needed or NEEDED)
     raise ValueError(f"source: {source!r} is neither builtin:NAME, nor a directory, nor a hub id (OWNER/NAME)")
 
 
-def _download(repository: str) -> Path:
-    """Fetches configuration, tokenizer and safetensors of a hub repository; nothing that could run."""
+def _download(repository: str, needed: tuple[str, ...]) -> Path:
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError
@@ -36,7 +37,7 @@ def _download(repository: str) -> Path:
             f"source: no directory {repository!r}; to load it from the hub, install paceline[hub]"
         ) from None
     try:
-        return Path(snapshot_download(repository, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        return Path(snapshot_download(repository, allow_patterns=list(needed)))
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ValueError(f"source: cannot get {repository!r} from the hub: {error}") from error
 

@@ -153,11 +153,14 @@ def test_a_measured_share_is_what_a_served_stage_takes():
 
 
 def test_shapes_are_invented_only_where_none_was_measured(fleet, tmp_path):
+    """As many as the model's files allow; five of those that are known by their profile alone."""
     entry = {"parallel": [{"stage_weight_bytes": [1000]}], "step_time": msgspec.to_builtins(PROFILE.step_time)}
-    for share, shapes in ((None, 5), (1.0, 1)):
+    fleet.write_text(FLEET.replace(str(MINILM), "'profile:a'"))
+    for share, shapes in ((None, [5, 5, 2]), (1.0, [1, 1, 1])):
         entry["parallel"][0]["step_share"] = share
         (tmp_path / "p.json").write_text(json.dumps({"models": dict.fromkeys(["a", "b", "draft"], entry)}))
-        assert len(planned(fleet_file.load(fleet), tmp_path / "p.json").models[2].table.shapes) == shapes
+        found = planned(fleet_file.load(fleet), tmp_path / "p.json").models
+        assert [len(model.table.shapes) for model in found] == shapes
     entry["parallel"][0]["step_share"] = 0.0
     (tmp_path / "p.json").write_text(json.dumps({"models": dict.fromkeys(["a", "b", "draft"], entry)}))
     with pytest.raises(ValueError, match=r"a\.parallel\.0\.step_share: 0\.0 is not above 0"):

@@ -536,3 +536,13 @@ def test_a_cell_is_planned_for_its_own_requests(folder):
         outcome = uniform(some, some.shapes.index(Parallel())).outcome
         assert (outcome.bad >= 0).all() and outcome.good.sum() > 0 and outcome.requests.sum() == mine.sum()
     assert search(problem, effort=4 * len(problem.times)).outcome.attainment > 0.9
+
+
+@pytest.mark.parametrize(("source", "pipelines"), [("builtin:coder", {1, 2, 4}), ("profile:llm", {1, 2, 4, 8, 16})])
+def test_a_model_is_cut_into_no_more_stages_than_its_files_can_be(folder, source, pipelines):
+    """Four layers, embedding and head; of a model that is known by its profile alone nobody knows."""
+    entry = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": asdict(StepTime((0.0, 0.01), *[0.0] * 6))}
+    (folder / "profile.json").write_text(json.dumps({"models": {"llm": entry}}))
+    (folder / "fleet.yaml").write_text(f"models: [{{name: llm, source: '{source}'}}]\ncluster: {{devices: 16}}\n")
+    (model,) = planned(fleet_file.load(folder / "fleet.yaml"), folder / "profile.json").models
+    assert {parallel.pipeline for parallel in model.table.shapes} == pipelines
