@@ -16,7 +16,7 @@ from rich.table import Table
 from paceline.cli import fleet_file
 from paceline.cli.ask import ask
 from paceline.cli.placement_file import load_placement, save_placement
-from paceline.cli.planning import DEFAULT_POLICY, FEWEST, Planned, check_file, names_of, planned, traffic
+from paceline.cli.planning import DEFAULT_POLICY, FEWEST, Planned, check_file, drawn, names_of, planned, traffic
 from paceline.core.cluster import Placement
 from paceline.placement import explain
 from paceline.placement.dispatch import RULES
@@ -144,7 +144,7 @@ def make(
             edges[-1] = np.inf
             others = [expected.between(a, b) for a, b in zip(edges, edges[1:], strict=False)]
         else:
-            others = [traffic(file, known, None, duration, seed + 1 + i) for i in range(seeds)]
+            others = [drawn(file, known, duration, seed + 1 + i) for i in range(seeds)]
         judged = [known.problem(other, dispatch).evaluate(choice.shape, choice.member) for other in others]
     console = Console()
     console.print(groups_table(problem, choice, placement))
@@ -235,7 +235,7 @@ def models_table(known: Planned, choice: Choice, judged: list, others: str) -> T
         cells = f"{_share(choice.outcome, m):.2%}", f"{np.mean(shares):.2%} ± {np.std(shares):.2%}"
         replicas = str(int(choice.member[:, m].sum()))
         table.add_row(known.models[m].name, str(int(choice.outcome.requests[m])), replicas, *cells)
-    shares = [outcome.attainment for outcome in judged if outcome.requests.sum()]
+    shares = [outcome.attainment for outcome in judged if outcome.requests.sum()] or [1.0]
     whole = f"{choice.outcome.attainment:.2%}", f"{np.mean(shares):.2%} ± {np.std(shares):.2%}"
     table.add_row("all", str(int(choice.outcome.requests.sum())), str(choice.outcome.replicas), *whole)
     return table

@@ -40,6 +40,7 @@ from paceline.workload.trace import Trace, load
 
 REQUESTS = 10_000  # that a workload is made of, about, unless a duration is given
 STEPWISE_REQUESTS = 2000  # likewise where steps are simulated one by one
+MOST_S = 3600.0  # of recorded requests beside those of workloads
 FEWEST = 50  # requests of late, below which traffic is not known
 DEFAULT_POLICY, DEFAULT_WIDTH = GroupConfig().policy, SchedulerConfig().token_budget  # as `serve` has them
 PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody measured shapes
@@ -355,19 +356,24 @@ def _cluster(keys: ClusterKeys) -> Cluster:
 
 
 def traffic(fleet: FleetFile, plan: Planned, trace: Path | None, duration: float | None, seed: int) -> Trace:
-    """A trace file's requests, or those of the models' workloads. Raises ValueError."""
-    if trace:
-        found = load(trace).named(plan.names)
-    else:
-        rates = [entry.workload.rate or 0.0 for entry in fleet.models]
-        if duration is None and any(rates):
-            wanted = STEPWISE_REQUESTS if plan.stepwise else REQUESTS
-            duration = min(3600.0, max(10.0, wanted / sum(rates)))
-        one_shot = [model.step_time is None for model in plan.models]
-        found = workloads(fleet, rates, None, duration, seed, one_shot)
+    """A trace file's requests, or those of the models' workloads. Raises ValueError where there are none."""
+    found = load(trace).named(plan.names) if trace else drawn(fleet, plan, duration, seed)
     if not len(found):
-        raise ValueError("trace: has no requests, and there is nothing to plan for")
+        where = "trace" if trace else "duration" if duration else "workload.trace"
+        raise ValueError(f"{where}: has no requests, and there is nothing to plan for")
     return found
+
+
+def drawn(fleet: FleetFile, plan: Planned, duration: float | None, seed: int) -> Trace:
+    """Requests of the models' workloads; none, if so short a `duration` has none. By default as long as REQUESTS take,
+    at most MOST_S beside recorded ones. Raises ValueError."""
+    rates = [entry.workload.rate or 0.0 for entry in fleet.models]
+    if duration is None and any(rates):
+        wanted = STEPWISE_REQUESTS if plan.stepwise else REQUESTS
+        most = MOST_S if any(entry.workload.trace for entry in fleet.models) else np.inf
+        duration = min(most, max(10.0, wanted / sum(rates)))
+    one_shot = [model.step_time is None for model in plan.models]
+    return workloads(fleet, rates, None, duration, seed, one_shot)
 
 
 def workloads(

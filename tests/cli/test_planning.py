@@ -546,3 +546,24 @@ def test_a_model_is_cut_into_no_more_stages_than_its_files_can_be(folder, source
     (folder / "fleet.yaml").write_text(f"models: [{{name: llm, source: '{source}'}}]\ncluster: {{devices: 16}}\n")
     (model,) = planned(fleet_file.load(folder / "fleet.yaml"), folder / "profile.json").models
     assert {parallel.pipeline for parallel in model.table.shapes} == pipelines
+
+
+@pytest.mark.parametrize(("rate", "duration"), [("0.00001", None), ("0.2", "5")])
+def test_models_that_are_rarely_used_are_planned_for(folder, rate, duration):
+    """Traffic is as long as requests take to come; other seeds may have none in a duration that was asked for."""
+    step = StepTime(tuple(0.01 + 1e-5 * n for n in range(300)), *[0.0] * 6)
+    entry = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": asdict(step)}
+    (folder / "profile.json").write_text(json.dumps({"models": {"llm": entry}}))
+    (folder / "fleet.yaml").write_text(
+        f"models: [{{name: a, source: 'profile:llm', slo: {{ttft: 1.0}}, workload: {{rate: {rate}}}}}]\n"
+        "cluster: {memory: 3GiB}\n"
+    )
+    options = ["--profile", "profile.json", "--effort", "0", *(["--duration", duration] if duration else [])]
+    told = paceline(folder, "plan", "fleet.yaml", *options, "--seeds", "8")
+    assert told.count("100.00% ± 0.00%") == 2
+    if duration:
+        told = paceline(folder, "plan", "fleet.yaml", *options[:-1], "1", code=2)
+        assert "duration: has no requests, and there is nothing to plan for" in told
+    else:
+        file = fleet_file.load(folder / "fleet.yaml")
+        assert plan(file, planned(file, folder / "profile.json")).hosts("a")
