@@ -176,7 +176,7 @@ async def lost_device(faults: Faults) -> dict:
     kept, lost = groups(placement)
     there = replace(lost, command=lambda seat: ["-m", "benchmarks.gone"] if gone else lost.command(seat))
     async with LocalFleet([kept, there], CONFIG) as fleet:
-        deployment = Deployment(fleet, Path(), None, placement, groups, 2)
+        deployment = Deployment(fleet, Path(), [], placement, groups, 2)
         fleet.take_over = Spare(deployment, Recent(fleet, 600.0, time.monotonic), lambda line: None).take_over
         streams = await started(fleet, "a", "b")
 

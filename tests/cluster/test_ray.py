@@ -139,7 +139,7 @@ async def test_where_a_node_does_not_come_back_the_others_take_over(nodes, clust
     launchers = cluster.reserve([Parallel()] * 2, CORE, 8)
     first = [replace(group, launcher=one) for group, one in zip(groups(placement), launchers, strict=True)]
     async with LocalFleet(first, FleetConfig(token_budget=16)) as fleet:
-        deployment, said = Deployment(fleet, ROOT, None, placement, groups, 2, cluster=cluster), list[str]()
+        deployment, said = Deployment(fleet, ROOT, [], placement, groups, 2, cluster=cluster), list[str]()
         fleet.take_over = Spare(deployment, Recent(fleet, 600.0, lambda: 0.0), said.append).take_over
         sinks = [Collector() for _ in range(4)]
         for i, sink in enumerate(sinks):
