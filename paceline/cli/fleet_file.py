@@ -42,7 +42,7 @@ class Workload(BaseModel):
 
 
 class ClusterKeys(BaseModel):
-    """Devices to plan for. What is `auto` is what this machine has: a CPU is one device."""
+    """Devices to plan for. What is `auto` is what this machine has: a CPU is one device, or those of a placement."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     devices: int | Literal["auto"] = "auto"

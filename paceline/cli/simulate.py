@@ -46,11 +46,13 @@ def simulate(
     check_parent("out", out)
     if plot:
         picture()
-    known = planned(fleet_file.load(fleet), profile, threads, None, memory, policy, token_budget)
-    where, requests = load_placement(placement), load(trace).named(known.names)
-    used = [device for group in where.groups for device in group.devices]
-    if used and max(used) >= known.cluster.devices:
-        raise ValueError(f"placement: device {max(used)} is not one of the cluster's {known.cluster.devices}")
+    file, where = fleet_file.load(fleet), load_placement(placement)
+    used = max((device for group in where.groups for device in group.devices), default=0)
+    devices = used + 1 if file.cluster.devices == "auto" else file.cluster.devices
+    if used >= devices:
+        raise ValueError(f"placement: device {used} is not one of the cluster's {devices}")
+    known = planned(file, profile, threads, devices, memory, policy, token_budget)
+    requests = load(trace).named(known.names)
     slo = [float("inf") if goal.deadline is None else goal.deadline for goal in known.goals]
     problem = Problem(
         known.cluster,

@@ -349,6 +349,7 @@ def test_steps_are_simulated_by_the_policy_and_as_wide_as_asked_for(folder):
 @pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_a_policy_that_nobody_knows_is_told_with_those_that_are(folder, command):
     files = ["--placement", "p.json", "--trace", "t.csv", "--out", "r"] if command == "simulate" else []
+    (folder / "p.json").write_text('{"groups": [{"devices": [0], "parallel": {}, "models": ["a"]}]}')
     told = paceline(folder, command, "fleet.yaml", "--profile", "profile.json", *files, "--policy", "fastest", code=2)
     assert "policy: 'fastest' is not one of chunked_prefill_only, ft," in told and not (folder / "r").exists()
 

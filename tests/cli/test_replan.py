@@ -16,14 +16,15 @@ from paceline.core.request import SLO, SamplingParams
 from paceline.runtime.fleet import FleetConfig, LocalFleet
 from paceline.runtime.recent import Recent
 from paceline.workload.trace import Trace
+from tests.cli.command import paceline
 from tests.runtime.test_fleet import Collector, worker
 
-FLEET = """
+MODELS = """
 models:
   - {name: a, source: builtin:coder, slo: {ttft: 1.0}}
   - {name: b, source: builtin:coder-draft, slo: {ttft: 1.0}}
-cluster: {devices: 2, memory: 1GiB}
 """
+FLEET = MODELS + "cluster: {devices: 2, memory: 1GiB}\n"
 STEP = {
     "linear": [0.02 + n / 5000 for n in range(257)], "emit": 0.0, "decode": 1e-3, "decode_context": 0.0, "chunk": 0.0,
     "chunk_context": 0.0, "chunk_pair": 0.0,
@@ -83,6 +84,37 @@ async def test_a_plan_made_before_a_device_was_lost_is_not_moved_to():
     assert not said and not next(shares, None)
 
 
+@pytest.mark.parametrize("cluster", ["", "cluster: {devices: auto}\n"])
+def test_the_devices_of_a_placement_are_planned_for_where_the_file_does_not_say_them(tmp_path, monkeypatch, cluster):
+    """`serve --placement` takes such a fleet."""
+    (tmp_path / "fleet.yaml").write_text(MODELS + cluster)
+    (tmp_path / "profile.json").write_text(json.dumps({"models": {"a": ENTRY, "b": ENTRY}}))
+    options = ["--profile", str(tmp_path / "profile.json"), "--memory", "2GiB"]
+    monkeypatch.setattr("paceline.cli.deployment._paceline", in_this_process)
+    deployment, moved, said = Deployment(None, tmp_path / "fleet.yaml", options, APART, list, 2), [], []
+
+    async def move(placement):
+        moved.append(placement)
+
+    deployment.move = move
+    assert asyncio.run(Replanner(deployment, SimpleNamespace(trace=lambda: for_one(400)), said.append).once())
+    assert moved[0].hosts("a") == (0, 1) and "moving to another placement" in said[0]
+
+
+async def in_this_process(*arguments: str) -> None:
+    done = paceline(*arguments)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+
+
+def for_one(count: int) -> Trace:
+    """Nearly all for `a`: more than one device can serve."""
+    rng = np.random.default_rng(0)
+    arrivals = np.cumsum(rng.exponential(0.03, count))
+    models = (rng.random(count) < 0.05).astype(np.int32)
+    return Trace(arrivals, models, np.full(count, 60), np.full(count, 30), ("a", "b"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path):
@@ -99,11 +131,7 @@ async def test_a_fleet_moves_where_the_planner_finds_a_better_placement(tmp_path
         deployment = Deployment(fleet, tmp_path / "fleet.yaml", options, APART, groups, 2)
         replanner = Replanner(deployment, recent, said.append)
         assert not await replanner.once(), "nothing is known of the traffic"
-        rng = np.random.default_rng(0)
-        arrivals = np.cumsum(rng.exponential(0.03, 400))  # nearly all for `a`: more than one device can serve
-        models = (rng.random(400) < 0.05).astype(np.int32)
-        trace = Trace(arrivals, models, np.full(400, 60), np.full(400, 30), ("a", "b"))
-        replanner.recent.trace = lambda: trace
+        replanner.recent.trace = lambda: for_one(400)
         assert await replanner.once() and len(said) == 1 and "moving" in said[0]
         assert len(fleet.hosts("a")) == 2 and fleet.hosts("b")
         sink = Collector()
