@@ -48,7 +48,9 @@ class Deployment:
         """For so many devices, and this traffic or that which the fleet file expects. Raises RuntimeError."""
         with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
             out = Path(folder) / "placement.json"
-            await self._run("plan", trace, folder, "--quiet", "--devices", str(devices), "--out", str(out))
+            by_need = any(one.config.slots is not None for one in self.fleet.groups)
+            loading = self._loading() if by_need else []  # costs time, and brings nothing where all models stay
+            await self._run("plan", trace, folder, "--quiet", "--devices", str(devices), "--out", str(out), *loading)
             return complete(load_placement(out), self.models)
 
     async def simulate(self, placement: Placement, trace: Trace) -> bytes:
@@ -56,8 +58,21 @@ class Deployment:
         with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
             path, out = Path(folder) / "placement.json", Path(folder) / "out"
             save_placement(path, placement)
-            await self._run("simulate", trace, folder, "--placement", str(path), "--out", str(out))
+            await self._run(
+                "simulate", trace, folder, "--placement", str(path), "--out", str(out), *self._loading()
+            )  # fmt: skip
             return (out / "report.json").read_bytes()
+
+    def _loading(self) -> list[str]:
+        """How fast models come, as an option: as they did here, room for KV included. What a device does not hold is
+        loaded by need whatever the fleet file says of that."""
+        loads = [
+            (one.info.weight_bytes / one.workers.parallel.devices, one.load_s)
+            for one in self.fleet.groups
+            if one.info and one.load_s
+        ]
+        size, seconds = map(sum, zip(*loads, strict=True)) if loads else (0.0, 0.0)
+        return ["--load-bandwidth", str(int(size / seconds) or 1)] if seconds else []
 
     @property
     def lost(self) -> list[int]:

@@ -38,6 +38,9 @@ def plan(
     out: Annotated[Path | None, typer.Option(help="Write the placement here.")] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="Instead of the fleet file's.")] = None,
     memory: Annotated[str | None, typer.Option(help="Of each, such as 6GiB, instead of the fleet file's.")] = None,
+    load_bandwidth: Annotated[
+        str | None, typer.Option(help="Bytes/s from host memory, such as 2GiB, instead of the fleet file's.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of a device, by which its profiles are kept.")] = None,
     duration: Annotated[float | None, typer.Option(min=1.0, help="Seconds of traffic made from workloads.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of workloads and of the search.")] = 0,
@@ -67,7 +70,8 @@ def plan(
     if trace and watch:
         raise ValueError("trace, watch: one of them, not both")
     options = (
-        profile, out, devices, memory, threads, duration, seed, seeds, effort, dispatch, policy, token_budget, quiet,
+        profile, out, devices, memory, load_bandwidth, threads, duration, seed, seeds, effort, dispatch, policy,
+        token_budget, quiet,
     )  # fmt: skip
     if watch is None:
         make(fleet, trace, *options)
@@ -112,6 +116,7 @@ def make(
     out: Path | None,
     devices: int | None,
     memory: str | None,
+    load_bandwidth: str | None,
     threads: int | None,
     duration: float | None,
     seed: int,
@@ -125,7 +130,7 @@ def make(
 ) -> None:
     """Plans, prints the placement and why, and writes it; and what would change of one that is `running`."""
     file = fleet_file.load(fleet)
-    known = planned(file, profile, threads, devices, memory, policy, token_budget)
+    known = planned(file, profile, threads, devices, memory, policy, token_budget, load_bandwidth)
     expected = traffic(file, known, trace, duration, seed)
     problem = known.problem(expected, dispatch)
     begin, cpu = time.perf_counter(), time.process_time()

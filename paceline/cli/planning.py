@@ -112,16 +112,18 @@ def planned(
     memory: str | int | None = None,
     policy: str = DEFAULT_POLICY,
     token_budget: int | None = None,
+    load_bandwidth: str | None = None,
 ) -> Planned:
     """`threads` of a device, by which profiles measured here were kept; None: its share of this machine's cores.
-    `devices` and `memory`: instead of the fleet file's. `policy` and `token_budget` are those of `paceline serve`.
-    Raises ValueError naming what is missing."""
+    `devices`, `memory` and `load_bandwidth`: instead of the fleet file's. `policy` and `token_budget` are those of
+    `paceline serve`. Raises ValueError naming what is missing."""
     policies.policy(policy)
     threads = threads or profile_cache.threads_of(fleet.cluster.count)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
     models = [_model(entry, file, errors, threads, token_budget) for entry in fleet.models]
-    instead = {key: value for key, value in (("devices", devices), ("memory", memory)) if value is not None}
+    given = {"devices": devices, "memory": memory, "load_bandwidth": load_bandwidth}
+    instead = {key: value for key, value in given.items() if value is not None}
     cluster = _cluster(fleet.cluster.model_copy(update=instead))
     limits = SchedulerConfig() if token_budget is None else SchedulerConfig(token_budget)
     return Planned(models, cluster, errors or None, limits, policy)

@@ -28,6 +28,9 @@ def simulate(
     out: Annotated[Path, typer.Option(help="Directory for requests.csv and report.json.")],
     profile: Annotated[Path | None, typer.Option(help="Profile file; default: profiles measured here.")] = None,
     memory: Annotated[str | None, typer.Option(help="Of a device, such as 6GiB, instead of the fleet file's.")] = None,
+    load_bandwidth: Annotated[
+        str | None, typer.Option(help="Bytes/s from host memory, such as 2GiB, instead of the fleet file's.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Of a device, by which its profiles are kept.")] = None,
     dispatch: Annotated[str, typer.Option(help=f"One of {', '.join(RULES)}, of one-shot requests.")] = "finish",
     timing: Annotated[str, typer.Option(help=f"One of {', '.join(TIMINGS)}: what is added to stages.")] = "plain",
@@ -51,7 +54,7 @@ def simulate(
     devices = used + 1 if file.cluster.devices == "auto" else file.cluster.devices
     if used >= devices:
         raise ValueError(f"placement: device {used} is not one of the cluster's {devices}")
-    known = planned(file, profile, threads, devices, memory, policy, token_budget)
+    known = planned(file, profile, threads, devices, memory, policy, token_budget, load_bandwidth)
     requests = load(trace).named(known.names)
     slo = [float("inf") if goal.deadline is None else goal.deadline for goal in known.goals]
     problem = Problem(
@@ -63,7 +66,8 @@ def simulate(
     if len(over):
         raise ValueError(
             f"placement: groups.{over[0]}.models: their weights are more than the {known.cluster.memory} bytes of a "
-            "device, less those of a step; fewer models, more devices, or memory in the fleet file's cluster"
+            "device, less those of a step; fewer models, more devices, or memory or, for models to be loaded by need, "
+            "load_bandwidth in the fleet file's cluster"
         )
     make_folder("out", out)
     result = run(known.models, where, requests, problem, known.cluster.memory, known.limits, known.policy)

