@@ -12,7 +12,7 @@ from paceline.cli.drafting import lookahead
 from paceline.cli.fleet_file import ClusterKeys, FleetFile
 from paceline.cli.models import Model
 from paceline.cli.placement_file import load_placement
-from paceline.cli.planning import Planned, traffic
+from paceline.cli.planning import OVERHEAD, Planned, traffic
 from paceline.cli.worker import GroupOptions, WorkerOptions
 from paceline.core.cluster import KV_SHARE, Group, Parallel, Placement, slots_of
 from paceline.core.request import SLO
@@ -24,7 +24,6 @@ from paceline.runtime.ray_process import RayCluster
 
 # of local search in planning, where every one simulates steps; else requests to simulate: `paceline plan` takes more
 EVALUATIONS, REQUESTS = 30, 10_000_000
-OVERHEAD = 640 << 20  # bytes of a worker beside its models: interpreter, libraries, the largest step
 BLOCK_SIZE = SchedulerConfig().block_size
 Limits = dict[str, int | None]
 

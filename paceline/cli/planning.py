@@ -43,6 +43,7 @@ STEPWISE_REQUESTS = 2000  # likewise where steps are simulated one by one
 MOST_S = 3600.0  # of recorded requests beside those of workloads
 FEWEST = 50  # requests of late, below which traffic is not known
 DEFAULT_POLICY, DEFAULT_WIDTH = GroupConfig().policy, SchedulerConfig().token_budget  # as `serve` has them
+OVERHEAD = 640 << 20  # bytes of a worker beside its models, at least: interpreter, libraries, the largest step
 PIPELINES = (1, 2, 4, 8, 16)  # stages that models are cut into where nobody measured shapes
 
 
@@ -65,8 +66,13 @@ class Planned:
         return [model.slo for model in self.models]
 
     @property
+    def kinds(self) -> list[int]:
+        """1: of those that go by steps, as they are served."""
+        return [int(model.by_steps is not None) for model in self.models]
+
+    @property
     def stepwise(self) -> bool:
-        return any(model.by_steps for model in self.models)
+        return any(self.kinds)
 
     def share(self, name: str, parallel: Parallel) -> float | None:
         """Of a step's time that the slowest stage of this shape takes; None where steps or the shape are not known."""
@@ -83,7 +89,7 @@ class Planned:
         tables = [self._table(m, model, trace) for m, model in enumerate(self.models)]
         return Problem(
             cluster or self.cluster, tables, slo, trace.arrivals, trace.models, rule, reserve=reserve,
-            kinds=[int(model.by_steps is not None) for model in self.models],
+            kinds=self.kinds,
             judge=judge(self.models, trace, self.cluster.memory, self.limits, self.policy) if self.stepwise else None,
         )  # fmt: skip
 
@@ -121,7 +127,7 @@ def planned(
     threads = threads or profile_cache.threads_of(fleet.cluster.count)
     file = PlanningProfile.load(profile) if profile else None
     errors: dict[str, float] = dict(file.error or {}) if file else {}
-    models = [_model(entry, file, errors, threads, token_budget) for entry in fleet.models]
+    models = [_in_worker(_model(entry, file, errors, threads, token_budget)) for entry in fleet.models]
     given = {"devices": devices, "memory": memory, "load_bandwidth": load_bandwidth}
     instead = {key: value for key, value in given.items() if value is not None}
     cluster = _cluster(fleet.cluster.model_copy(update=instead))
@@ -167,6 +173,17 @@ def _model(
     table = _from_config(entry, path, floor.working_bytes)
     budget = _budget(entry.name, found, slo, width)
     return _drafting(SimulatedModel(table, slo, found.step_time, floor.kv_bytes, budget), entry, threads, LiveEntry())
+
+
+def _in_worker(model: SimulatedModel) -> SimulatedModel:
+    """With what `serve` counts for its worker, where it is simulated as it is served."""
+    if model.by_steps is None:
+        return model
+    shapes = {
+        parallel: replace(shape, working_bytes=max(OVERHEAD, shape.working_bytes))
+        for parallel, shape in model.table.shapes.items()
+    }
+    return replace(model, table=replace(model.table, shapes=shapes))
 
 
 def _budget(name: str, found: Profile, slo: SLO, width: int | None, share: float = 1.0) -> GoalBudget | None:

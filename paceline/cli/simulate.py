@@ -11,6 +11,7 @@ from rich.table import Table
 from paceline.cli import fleet_file
 from paceline.cli.placement_file import load_placement
 from paceline.cli.planning import DEFAULT_POLICY, check_parent, make_folder, planned
+from paceline.core.cluster import KV_SHARE
 from paceline.metrics.outcomes import report
 from paceline.placement.dispatch import RULES
 from paceline.placement.problem import ALPASERVE, ALPASERVE_EVENTS, Problem, Timing
@@ -60,14 +61,16 @@ def simulate(
     problem = Problem(
         known.cluster,
         [model.table for model in known.models], slo, requests.arrivals, requests.models, dispatch, TIMINGS[timing],
+        kinds=known.kinds,
     )  # fmt: skip
     shape, member = problem.arrays(where)
     over = (problem.free(shape, member) < 0).any(1).nonzero()[0]
     if len(over):
         raise ValueError(
             f"placement: groups.{over[0]}.models: their weights are more than the {known.cluster.memory} bytes of a "
-            "device, less those of a step; fewer models, more devices, or memory or, for models to be loaded by need, "
-            "load_bandwidth in the fleet file's cluster"
+            f"device, less those of a step and, of models that go by steps, {KV_SHARE:.0%} for keys and values; fewer "
+            "models, more devices, or memory or, for models to be loaded by need, load_bandwidth in the fleet file's "
+            "cluster"
         )
     make_folder("out", out)
     result = run(known.models, where, requests, problem, known.cluster.memory, known.limits, known.policy)

@@ -86,7 +86,7 @@ class Problem:
     rule: str = "finish"  # of dispatch
     timing: Timing = Timing()
     reserve: Sequence[int] = ()  # bytes beside the weights, by model, over all devices of its group (its KV cache)
-    kinds: Sequence[int] = ()  # of the models: a group has models of one kind
+    kinds: Sequence[int] = ()  # of the models: a group has models of one kind; 0: whole requests go, not steps
     judge: "Judge | None" = None  # simulates models that are not one-shot; None: there are none
     numbers: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # of requests as the judge knows them; or all
     shapes: list[Parallel] = field(init=False)
@@ -120,8 +120,9 @@ class Problem:
                     self.weight[m, p, :k], self.working[m, p] = shape.stage_weight_bytes, shape.working_bytes
                     if self.reserve:
                         self.weight[m, p, :k] += self.reserve[m] / parallel.devices
-                    if self.cluster.load_bandwidth > 0 and self.kinds and self.kinds[m]:
-                        self.weight[m, p, :k] /= 1 - KV_SHARE  # what `slots_of` leaves beside it
+                    if self.kinds and self.kinds[m]:  # and what `slots_of` leaves beside weights, at least
+                        least = np.array(shape.stage_weight_bytes) / (1 - KV_SHARE)
+                        self.weight[m, p, :k] = np.maximum(self.weight[m, p, :k], least)
                 else:
                     self.weight[m, p] = np.inf
         self.goal = np.array(self.slo, np.float64)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from paceline.cli import fleet_file, profile_cache
-from paceline.cli.groups import plan
+from paceline.cli.groups import held_of, plan
 from paceline.cli.placement_file import load_placement
 from paceline.cli.planning import _from_config, planned, traffic
 from paceline.core.cluster import Parallel
@@ -390,7 +390,7 @@ def test_a_simulated_draft_model_takes_its_time_and_memory(
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     checkpoints.save("llama2", folder / "draft")
     step = StepTime((0.0, *(0.01 + 1e-5 * n for n in range(300))), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    entry = {"parallel": [{"stage_weight_bytes": [GIB], "working_bytes": 100}], "step_time": asdict(step)}
+    entry = {"parallel": [{"stage_weight_bytes": [GIB], "working_bytes": GIB}], "step_time": asdict(step)}
     (folder / "profile.json").write_text(json.dumps({"models": {"llm": entry}}))
     drafter = f"speculation: {{drafter: {folder / 'draft'}, max_draft_tokens: 3, quantization: {quantization}}}"
     own = f"kv_cache_dtype: {kv_cache_dtype}, workload: {{rate: 1.0, acceptance: 0.8}}"
@@ -412,7 +412,7 @@ def test_a_simulated_draft_model_takes_its_time_and_memory(
     assert stages == {"(1,1)": (GIB + weight,), "(2,1)": (GIB // 2 + weight, GIB // 2)}
     assert set(model.draft_kv_bytes.values()) == {config.kv_bytes_per_token(held)}
     assert model.share(Parallel(2)) == 0.5
-    assert model.table.shapes[Parallel(2)].working_bytes == 100
+    assert model.table.shapes[Parallel(2)].working_bytes == GIB
 
 
 def test_memory_of_drafters_is_planned_whether_or_not_they_are_simulated(folder):
@@ -455,7 +455,7 @@ def test_steps_take_memory_of_models_that_generate_too(folder):
         sizes = {"stage_weight_bytes": [int(weight * GIB)], "working_bytes": int(working * GIB)}
         return {"parallel": [sizes], "step_time": step, "roofline": {"kv_bytes": 1000}}
 
-    (folder / "profile.json").write_text(json.dumps({"models": {"x": entry(2.0, 0.5), "y": entry(1.9, 0.1)}}))
+    (folder / "profile.json").write_text(json.dumps({"models": {"x": entry(1.0, 1.5), "y": entry(1.0, 0.1)}}))
     (folder / "fleet.yaml").write_text(
         "models:\n  - {name: a, source: 'profile:x', slo: {ttft: 1.0}, workload: {rate: 1.0, output_tokens: 4}}\n"
         "  - {name: b, source: 'profile:y', slo: {ttft: 1.0}, workload: {rate: 0.0}}\n"
@@ -568,3 +568,30 @@ def test_models_that_are_rarely_used_are_planned_for(folder, rate, duration):
     else:
         file = fleet_file.load(folder / "fleet.yaml")
         assert plan(file, planned(file, folder / "profile.json")).hosts("a")
+
+
+@pytest.mark.parametrize("sizes", [[2.5], [2.6], [1.2, 1.2], [1.5, 1.5], [1.0, 0.9, 0.6], [1.0, 0.9, 0.7]])
+def test_a_device_holds_in_plans_and_simulations_what_it_holds_when_served(folder, sizes):
+    """Beside the worker's own memory and what is for keys and values; here of models with next to none."""
+    step = asdict(StepTime((0.0, *(0.01 + 1e-5 * n for n in range(300))), *[0.0] * 6))
+    names = "abc"[: len(sizes)]
+    known = {
+        name: {"parallel": [{"stage_weight_bytes": [size * GIB]}], "step_time": step}
+        for name, size in zip(names, sizes, strict=True)
+    }
+    (folder / "profile.json").write_text(json.dumps({"models": known}))
+    models = "".join(f"  - {{name: {name}, source: 'profile:{name}', workload: {{rate: 1.0}}}}\n" for name in names)
+    (folder / "fleet.yaml").write_text(f"models:\n{models}cluster: {{devices: 1, memory: 4GiB}}\n")
+    (folder / "p.json").write_text(json.dumps({"groups": [{"devices": [0], "parallel": {}, "models": list(names)}]}))
+    (folder / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,a,9,2\n")
+    try:
+        held = held_of([size * GIB for size in sizes], 4 * GIB) is None
+    except ValueError:
+        held = False
+    file = fleet_file.load(folder / "fleet.yaml")
+    fleet = planned(file, folder / "profile.json")
+    problem = fleet.problem(traffic(file, fleet, None, 10.0, 0))
+    assert problem.fits(np.zeros(1, np.int64), np.ones((1, len(sizes)), bool)) == held
+    options = ["--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv", "--out", "r"]
+    told = paceline(folder, "simulate", "fleet.yaml", *options, code=0 if held else 2)
+    assert held or "25% for keys and values" in told

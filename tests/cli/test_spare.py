@@ -81,7 +81,7 @@ class Placed:
         *others, last = self._groups(THREE)
         last = replace(last, command=self._until_gone(last.command))
         self.fleet = LocalFleet([*others, last], FleetConfig(token_budget=16))
-        options = ["--profile", str(folder / "profile.json"), "--memory", "1GiB"]
+        options = ["--profile", str(folder / "profile.json"), "--memory", "2GiB"]
         self.deployment = Deployment(self.fleet, folder / "fleet.yaml", options, THREE, self._groups, 3, cluster)
         self.spare = Spare(self.deployment, Recent(self.fleet, 600.0, lambda: 0.0), self.said.append)
         self.fleet.take_over = self.spare.take_over
@@ -268,7 +268,7 @@ async def test_it_is_planned_ahead_and_again_after_a_move(monkeypatch):
 
 @pytest.mark.slow
 async def test_the_planner_itself_is_asked_and_every_model_has_a_place(tmp_path):
-    """On two devices of 1 GiB, whatever the fleet file says; the third model has no room beside the others."""
+    """On two devices of 2 GiB, whatever the fleet file says; the third model has no room beside the others."""
     entry = {"parallel": [{"stage_weight_bytes": [6e8]}], "step_time": STEP, "roofline": {"kv_bytes": 1000}}
     (tmp_path / "profile.json").write_text(json.dumps({"models": dict.fromkeys("abc", entry)}))
     models = [f"  - {{name: {name}, source: 'profile:{name}', workload: {{rate: 1.0}}}}\n" for name in "abc"]
