@@ -179,8 +179,9 @@ def serve(
     ahead = device != "cpu" and policy == DEFAULTS.policy if async_scheduling is None else async_scheduling
     fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, async_scheduling=ahead, record=record)
     server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
+    given = words(sizes)
     with listener(host, port) as sock:  # from now on: what follows may take minutes
-        models = [paced(one, maximum, fixed, threads, words(sizes), measures, share(one.name), measured) for one in models]
+        models = [paced(one, maximum, fixed, threads, given, measures, share(one.name), measured) for one in models]
         asked = profile, threads, size, memory or room, policy, token_budget
         known = planned(file, *asked) if file and (planning or profile) else None
         if planning and file and known:
