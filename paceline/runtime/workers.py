@@ -225,7 +225,14 @@ class Workers:
     def _task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()):  # ours: better that nobody waits for them
+            context = {"message": "workers could not be started or ended", "exception": error, "task": task}
+            asyncio.get_running_loop().call_exception_handler(context)
+            self.give_up(f"{type(error).__name__}: {error}")
 
     def _receive(self, process: Process, message: FromWorker) -> None:
         if process not in self._processes:  # what those said that are being ended does not count

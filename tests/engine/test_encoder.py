@@ -182,7 +182,7 @@ def test_progress_counts_layers(tmp_path: Path) -> None:
     save(tmp_path)
     runner = EncoderRunner.load(tmp_path, **OPTIONS)
     run(runner, texts(90, 20))  # two passes of three layers
-    assert runner.progress == 6
+    assert runner._progress[0] == 6
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ print("done", flush=True)
 @pytest.mark.skipif(not exchange.possible(), reason="needs x86 and /dev/shm")
 def test_its_memory_is_there_from_the_start(tmp_path: Path) -> None:
     """Else the first to write where a container has no more of it is killed."""
-    made = exchange.Exchange(f"paceline-test-{tmp_path.name}", 0, 2)
+    made = exchange.Exchange(f"paceline-test-{os.getpid()}-{tmp_path.name}", 0, 2)
     try:
         assert made.path.stat().st_blocks * 512 >= 2 * 2 * 4 * exchange.FLOATS
     finally:
@@ -53,7 +53,7 @@ def test_no_room_for_it_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    name = f"paceline-test-{tmp_path.name}"
+    name = f"paceline-test-{os.getpid()}-{tmp_path.name}"
     with pytest.raises(OSError, match="No space"):
         exchange.Exchange(name, 0, 2)
     assert not (exchange.FOLDER / name).exists()

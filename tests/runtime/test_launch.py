@@ -93,6 +93,20 @@ class Short(Local):
         return process
 
 
+async def test_a_fault_of_ours_in_starting_again_leaves_nobody_waiting(monkeypatch):
+    monkeypatch.setattr(workers, "AGAIN_S", 0.0)
+    seen: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(context))
+    async with asyncio.timeout(30), LocalFleet([worker()], FleetConfig()) as fleet:
+        sink = Collector()
+        fleet.submit("toy", [1, 2], SamplingParams(max_tokens=10**6), sink)
+        fleet.workers[0].launcher.meeting = lambda _: 1 / 0
+        await lose(fleet.workers[0])
+        await sink.done.wait()
+        assert "ZeroDivisionError" in sink.error and fleet.status()[0].state == "failed"
+        assert [type(context["exception"]) for context in seen] == [ZeroDivisionError]
+
+
 @pytest.mark.parametrize("where", ["meeting", "start"])
 async def test_workers_that_cannot_be_started_for_a_while_are_not_given_up(where, monkeypatch):
     monkeypatch.setattr(workers, "AGAIN_S", 0.0)
