@@ -97,9 +97,9 @@ async def test_a_fault_of_ours_in_starting_again_leaves_nobody_waiting(monkeypat
     monkeypatch.setattr(workers, "AGAIN_S", 0.0)
     seen: list[dict] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(context))
-    async with asyncio.timeout(30), LocalFleet([worker()], FleetConfig()) as fleet:
+    async with asyncio.timeout(30), LocalFleet([worker(delay=0.05)], FleetConfig()) as fleet:
         sink = Collector()
-        fleet.submit("toy", [1, 2], SamplingParams(max_tokens=10**6), sink)
+        fleet.submit("toy", [1, 2], SamplingParams(max_tokens=250), sink)
         fleet.workers[0].launcher.meeting = lambda _: 1 / 0
         await lose(fleet.workers[0])
         await sink.done.wait()
