@@ -89,6 +89,8 @@ class ModelGroup:
         self._shares = workers.parallel.devices > 1  # there are workers that do not sample
         self._on_step, self._on_progress = on_step, on_progress
         self._flying: dict[int, Flight] = {}
+        self._left: list[Flight] = []  # when the workers went
+        self._ran: dict[RunningSequence, int] = {}  # that they computed then, and up to which token
         self._dropped: list[int] = []
         self._cached_tokens = 0
         self._stepped = 0.0  # when outputs last came
@@ -128,13 +130,27 @@ class ModelGroup:
             self.loads, self.loads_s = self.loads + 1, self.loads_s + self.load_s
             self.driver.post(Back(self.index, self.load_s))
 
-    def lost(self) -> bool:
-        """Nothing is at the workers any more. A sequence that ran in three that died, and got nowhere, is to blame and
+    def leave(self, for_good: bool = False) -> None:
+        """Nothing is at the workers any more. The controller's next turn, which `lost` or `failed` takes, is not to
+        count on any of their models, so all leave before one of these is called."""
+        self._left = list(self._flying.values())
+        parts = ((one.batch, part) for one in self._left if one.sent and one.parts for part in one.parts[0])
+        self._ran = {seq: batch.starts[index] + batch.lengths[index] for batch, (index, seq) in parts}
+        self._dropped.clear()
+        for seq in self.own():
+            seq.lose_worker()
+        if self.driver:
+            self.driver.post(Lost(self.index, for_good))
+            self._complete(self._left)
+
+    def lost(self, killed: bool) -> bool:
+        """They have left. A sequence that ran in three workers that were killed, and got nowhere, is to blame and
         fails; returns whether there is one."""
         if self.driver is None:  # other groups are still loading: nothing runs yet
             return False
-        running, blamed = self._leave(), False
-        for seq, end in sorted(running.items(), key=lambda one: one[0].handle):
+        self._go_on(self._left)
+        blamed = False
+        for seq, end in sorted(self._ran.items() if killed else (), key=lambda one: one[0].handle):
             seq.crashes, seq.fatal = seq.crashes + 1, max(seq.fatal, end)
             if seq.crashes >= MAX_CRASHES and self.sequences.get(seq.id) is seq:
                 self.fail(seq, "the engine failed on this request more than once")
@@ -142,8 +158,10 @@ class ModelGroup:
         return blamed
 
     def failed(self, reason: str, bad_input: bool) -> None:
+        """It has left, for good."""
         self.reason, self.bad_input, self.resident = reason, bad_input, False
-        self._leave(for_good=True)
+        if self.driver:
+            self._go_on(self._left)
         for seq in self.own():  # no other group has taken them
             self.fail(seq, f"model {self.config.name!r} is not available: {reason}")
         self.settled.set()
@@ -151,20 +169,6 @@ class ModelGroup:
     def advanced(self, batch: int) -> None:
         assert self.driver is not None
         self.driver.post(Advance(self.index, batch))
-
-    def _leave(self, for_good: bool = False) -> dict[RunningSequence, int]:
-        """Gives the controller back what was here; returns the sequences that a worker was computing, and up to which
-        token."""
-        flights = list(self._flying.values())
-        parts = ((one.batch, part) for one in flights if one.sent and one.parts for part in one.parts[0])
-        running = {seq: batch.starts[index] + batch.lengths[index] for batch, (index, seq) in parts}
-        self._dropped.clear()
-        for seq in self.own():
-            seq.lose_worker()
-        if self.driver:
-            self.driver.post(Lost(self.index, for_good))
-            self._land(flights)
-        return running
 
     # What the controller decides
 
@@ -245,13 +249,14 @@ class ModelGroup:
             return
         # batches land in the order in which they were composed, as in a pipeline
         done = list(takewhile(lambda one: not one.parts, self._flying.values()))
-        self._land(done)
+        self._complete(done)
+        self._go_on(done)
         for one in done:
             self._report(one, received)
         self._stepped = received
 
-    def _land(self, flights: list[Flight]) -> None:
-        """Completes batches, all in one turn; after a crash only the parts that were done have results."""
+    def _complete(self, flights: list[Flight]) -> None:
+        """Takes what batches yielded, for the next turn; after a crash only the parts that were done have results."""
         assert self.driver is not None
         for flight in flights:
             begin = time.perf_counter()
@@ -263,6 +268,10 @@ class ModelGroup:
             flight.output_s += time.perf_counter() - begin
             del self._flying[flight.batch.id]
             self.driver.post(Complete(self.index, flight.batch.id, flight.result))
+
+    def _go_on(self, flights: list[Flight]) -> None:
+        """The turn, and then the sinks of batches that are complete."""
+        assert self.driver is not None
         self.driver.flush()
         self._send_next()
         for flight in flights:

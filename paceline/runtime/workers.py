@@ -45,8 +45,9 @@ class Guest(Protocol):
 
     def loading(self, done: int, total: int) -> None: ...
     def ready(self) -> None: ...
+    def leave(self, for_good: bool = False) -> None: ...  # all guests, before either of the next two
     def failed(self, reason: str, bad_input: bool) -> None: ...
-    def lost(self) -> bool: ...  # whether a request is to blame
+    def lost(self, killed: bool) -> bool: ...  # whether a request is to blame
     def stepped(self, message: StepDone) -> None: ...
     def advanced(self, batch: int) -> None: ...
 
@@ -107,7 +108,7 @@ class Workers:
         await asyncio.gather(*self._tasks)
         processes, self._processes = self._processes, []
         await _end(processes)
-        self._lose(self.gone)
+        self._lose(self.gone, killed=False)
 
     def come_back(self) -> None:
         self.gone = ""
@@ -204,23 +205,29 @@ class Workers:
         self._lose(reason)
         return True
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, killed: bool = True) -> None:
         self.state, self.gone = "restarting", reason
-        self._tell_lost()
+        self._tell_lost(killed)
         self.launcher.close()
 
-    def _tell_lost(self) -> bool:
+    def _tell_lost(self, killed: bool = True) -> bool:
         """Whether a request is to blame."""
-        return any([guest.lost() for model, guest in enumerate(self.guests) if model not in self._failed])
+        return any([guest.lost(killed) for guest in self._leave()])
+
+    def _leave(self, for_good: bool = False) -> list[Guest]:
+        """All models that were there."""
+        there = [guest for model, guest in enumerate(self.guests) if model not in self._failed]
+        for guest in there:
+            guest.leave(for_good)
+        return there
 
     def give_up(self, reason: str) -> None:
         """They are gone for good, and nobody takes over."""
         if self.state == "stopped":
             return
         self.state = "failed"
-        for model, guest in enumerate(self.guests):
-            if model not in self._failed:
-                guest.failed(reason, False)
+        for guest in self._leave(for_good=True):
+            guest.failed(reason, False)
 
     def _task(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -251,6 +258,7 @@ class Workers:
             case Failed(model, reason, bad_input):
                 if model not in self._failed:
                     self._failed.add(model)
+                    self.guests[model].leave(for_good=True)
                     self.guests[model].failed(reason, bad_input)
                 self.send(Unload(model))  # others of the group may have it
                 self._awaited.discard(model)

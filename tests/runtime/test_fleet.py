@@ -374,6 +374,24 @@ async def test_a_request_that_kills_workers_late_in_its_prompt_fails(fault):
         check_empty(running)
 
 
+@pytest.mark.parametrize("culprit", ["a", "b"])
+async def test_the_other_models_of_workers_that_are_killed_are_not_to_blame(culprit):
+    """Nor do any of their steps go to workers that are gone."""
+    other = "ab".replace(culprit, "")
+    async with asyncio.timeout(30), LocalFleet([worker("a", "b")], FleetConfig(token_budget=16)) as running:
+        good, bad = Collector(), Collector()
+        sequence = running.sequences[running.submit(other, [1, 2], SamplingParams(max_tokens=200), good)]
+        await until(lambda: len(good.tokens) > 3)
+        crashes = set()
+        running.submit(culprit, [CRASH, 2], SamplingParams(max_tokens=5), bad)
+        while not bad.done.is_set():
+            crashes.add(sequence.crashes)
+            await asyncio.sleep(0.002)
+        await good.done.wait()
+        assert "more than once" in bad.error and good.tokens == expected([1, 2], 200) and crashes == {0}
+        check_empty(running)
+
+
 async def test_nobody_is_blamed_for_the_culprit_in_the_step_before():
     async with fleet(FleetConfig(token_budget=16), ahead=True, delay=0.01) as running:
         bad, good = Collector(), Collector()
