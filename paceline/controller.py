@@ -36,6 +36,8 @@ from paceline.core.events import (
 from paceline.core.protocols import Lookahead
 from paceline.core.request import Request, Sequence
 
+FULL = "queue: full"  # why a request is refused that may find a place later
+
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
@@ -249,6 +251,8 @@ class Controller:
         ]
         plain(narrow)(able, [group.up for group in groups], [group.resident for group in groups])
         chosen = max(0, plain(soonest)(expected, queued, able))
+        if FULL in reasons and not any(able):  # where it would fit, and later has a place
+            chosen = reasons.index(FULL)
         return hosts[chosen], reasons[chosen], expected[chosen]
 
     def _late(self, group: GroupState, request: Request, expected: float) -> Unreachable | None:
@@ -274,7 +278,7 @@ class Controller:
         if not group.scheduler.fits(request.prompt_tokens, request.max_tokens):
             return "length: the KV cache cannot hold the request even alone"
         if bound is not None and group.scheduler.num_waiting >= bound and not admitted:
-            return "queue: full"
+            return FULL
         return ""
 
     def next_batch(self, group: int, now: float) -> Batch | None:

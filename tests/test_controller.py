@@ -30,6 +30,15 @@ def test_requests_go_to_groups_that_are_up_and_wait_only_where_none_is():
     assert [b.group for b in batches] == [1] and len(batches[0].requests) == 4
 
 
+def test_who_may_find_a_place_later_is_told_that_the_queue_is_full():
+    """Not that the request is too long, as it is for the other group."""
+    few = SchedulerConfig(token_budget=12, max_batch=6, block_size=4, num_blocks=4)
+    small = GroupConfig(("a",), few, max_waiting=0)
+    controller = Controller([small, GroupConfig(("a",), LIMITS, max_waiting=0)])
+    (event,), _ = controller.turn([Submit(Request("x", 30, 9, model="a"))], 0.0)
+    assert (event.kind, event.detail) == ("rejected", "queue: full")
+
+
 def test_a_prompt_has_a_token():
     with pytest.raises(ValueError, match="at least one token, not 0"):
         Request("a", 0, 5)

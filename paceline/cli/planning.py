@@ -1,5 +1,6 @@
 """What `plan`, `simulate` and `trace` have in common: a fleet file's models, devices and traffic."""
 
+import contextlib
 import os
 from bisect import bisect
 from collections.abc import Sequence
@@ -314,9 +315,10 @@ def _from_profile(model: Entry, entry: ModelEntry, slo: SLO, error: float, width
     if len(step.linear) < 2:
         raise ValueError(f"profile: {name}.step_time.linear: needs times of steps of 0, 1 and more tokens")
     if set(shapes) == {Parallel()} and not shares:  # nothing else was measured: stages of equal layers
-        alone, files = shapes[Parallel()], not model.source.startswith("profile:")
-        deepest = ModelConfig.load(resolve(model.source, "*.json")).layers + 2 if files else max(PIPELINES)
-        for count in PIPELINES[1 : bisect(PIPELINES, deepest)]:  # embedding and head may be stages, too
+        alone, deepest = shapes[Parallel()], max(PIPELINES)
+        with contextlib.suppress(ValueError):  # of a profile alone nobody knows the layers
+            deepest = ModelConfig.load(resolve(model.source, "*.json")).layers + 2  # embedding and head may be stages
+        for count in PIPELINES[1 : bisect(PIPELINES, deepest)]:
             part = -(-alone.stage_weight_bytes[0] // count)
             shapes[Parallel(count)] = ShapeTable((part,) * count, {1: (0.0,) * count}, alone.working_bytes)
     quickest = min(shares.get(one, 1 / one.devices) * one.pipeline for one in shapes)

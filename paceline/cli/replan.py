@@ -42,4 +42,5 @@ class Replanner:
                 return False
             self.say(f"moving to another placement: {shares[1]:.1%} instead of {shares[0]:.1%} of the traffic of late")
             await at.move(there)
+        await at.fleet.left()  # and not before it may move again, unless a device is lost
         return True

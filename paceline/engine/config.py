@@ -120,7 +120,8 @@ class ModelConfig:
     kv_heads: int
     head_dim: int
     norm_eps: float
-    max_context: int  # tokens
+    max_context: int  # tokens, unless more are asked for
+    longest: int  # tokens that may be asked for
     tied: bool
     qkv_bias: bool
     out_bias: bool
@@ -299,7 +300,8 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> Model
         kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=keys.number("rms_norm_eps", 1e-6),
-        max_context=max(max_context, stretched),
+        max_context=max_context,
+        longest=max(max_context, stretched),
         tied=keys.flag("tie_word_embeddings"),
         qkv_bias=keys.flag(rules.qkv_bias),
         out_bias=keys.flag(rules.out_bias),

@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
-from paceline.controller import Controller, GroupConfig
+from paceline.controller import FULL, Controller, GroupConfig
 from paceline.core import record
 from paceline.core.batch import Batch
 from paceline.core.cluster import Parallel
@@ -91,6 +91,7 @@ class LocalFleet:
         self._moving = asyncio.Lock()
         self._watcher: asyncio.Task[None] | None = None
         self._takeovers: set[asyncio.Task[None]] = set()
+        self._leaving: dict[Workers, asyncio.Task[None]] = {}  # finish what they run
         self._log = contextlib.ExitStack()
 
     # Life
@@ -168,9 +169,14 @@ class LocalFleet:
                 assert number == group.index
                 self._attach(group)
                 self._hosts.setdefault(group.config.name, []).append(group)
-            await self._retire(old)
+            self._retire(old)
 
-    async def _retire(self, old: Seq[Workers]) -> None:
+    async def left(self) -> None:
+        """Returns when all groups that a move had leave have ended."""
+        while self._leaving:
+            await asyncio.wait(self._leaving.values())
+
+    def _retire(self, old: Seq[Workers]) -> None:
         """They leave. What waits at workers that are gone already fails where no other group has room for it."""
         assert self.driver is not None
         leaving = [group for group in self.groups if group.workers in old]
@@ -181,15 +187,17 @@ class LocalFleet:
         for group in leaving:
             for seq in group.own() if group.workers.gone else ():
                 group.fail(seq, f"{group.workers.gone}; no other group has room for this request")
-        await asyncio.gather(*map(self._end, old))
+        for workers in old:
+            self._leaving[workers] = asyncio.create_task(self._end(workers))
 
     async def _end(self, workers: Workers) -> None:
         await asyncio.gather(*(group.retired.wait() for group in self.groups if group.workers is workers))
         await workers.stop()
+        del self._leaving[workers]
 
     def _is_replaced(self, workers: Workers) -> bool:
         """Whether somebody takes over from workers that are gone for good; their sequences wait for it."""
-        if self.take_over is None or self.driver is None:
+        if self.take_over is None or self.driver is None or workers in self._leaving:
             return False
         task = asyncio.create_task(self._replace(workers, self.take_over))
         self._takeovers.add(task)
@@ -220,9 +228,10 @@ class LocalFleet:
         self.draining, self.take_over = True, None
         if self._watcher:
             self._watcher.cancel()
-        for task in self._takeovers:
+        tasks = [*self._takeovers, *self._leaving.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._takeovers, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for group in self.groups:
             for seq in group.own():
                 group.fail(seq, "the server is shutting down")
@@ -315,7 +324,7 @@ class LocalFleet:
         refusal = next((e for e in self.driver.flush() if e.kind == "rejected" and e.request == seq.id), None)
         if refusal:
             del self.sequences[seq.id]
-            if refusal.detail == "queue: full":
+            if refusal.detail == FULL:
                 raise Overloaded(self._retry_after())
             if isinstance(refusal.detail, Unreachable):
                 raise GoalUnreachable(*refusal.detail)

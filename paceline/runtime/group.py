@@ -186,8 +186,9 @@ class ModelGroup:
         self.resident = False
         self._flying.clear()
         self._dropped.clear()
-        for seq in self.own():
-            seq.lose_worker()
+        for seq in self.sequences.values():  # those that have moved on, too
+            if seq.worker is self:
+                seq.lose_worker()
         self.workers.send(Unload(self.number))
 
     # Steps

@@ -91,7 +91,9 @@ def test_the_devices_of_a_placement_are_planned_for_where_the_file_does_not_say_
     (tmp_path / "profile.json").write_text(json.dumps({"models": {"a": ENTRY, "b": ENTRY}}))
     options = ["--profile", str(tmp_path / "profile.json"), "--memory", "2GiB"]
     monkeypatch.setattr("paceline.cli.deployment._paceline", in_this_process)
-    nothing_loaded, moved, said = SimpleNamespace(groups=[]), [], []
+    async def left() -> None: ...
+
+    nothing_loaded, moved, said = SimpleNamespace(groups=[], left=left), [], []
     deployment = Deployment(nothing_loaded, tmp_path / "fleet.yaml", options, APART, list, 2)
 
     async def move(placement):

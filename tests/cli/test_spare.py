@@ -76,8 +76,8 @@ class NoOtherDevices:
 class Placed:
     """A fleet of toys on THREE with a spare placement; the device of `c` can be made to go."""
 
-    def __init__(self, cluster: NoOtherDevices | None = None, folder: Path = Path()) -> None:
-        self.gone, self.refuse, self.said = False, "", list[str]()
+    def __init__(self, cluster: NoOtherDevices | None = None, folder: Path = Path(), delay: float = 0.004) -> None:
+        self.gone, self.refuse, self.said, self.delay = False, "", list[str](), delay
         *others, last = self._groups(THREE)
         last = replace(last, command=self._until_gone(last.command))
         self.fleet = LocalFleet([*others, last], FleetConfig(token_budget=16))
@@ -88,7 +88,7 @@ class Placed:
 
     def _groups(self, placement: Placement) -> list[WorkerGroup]:
         load_s = 0.3 if self.gone else 0.0  # time to look at what is there meanwhile
-        return [worker(*group.models, delay=0.004, refuse=self.refuse, load_s=load_s) for group in used(placement)]
+        return [worker(*group.models, delay=self.delay, refuse=self.refuse, load_s=load_s) for group in used(placement)]
 
     def _until_gone(self, command: Command) -> Command:
         return lambda seat: ["-m", "tests.runtime.toy_worker", '{"exit": 9}', "{}"] if self.gone else command(seat)
@@ -210,6 +210,37 @@ async def test_a_group_that_finds_no_room_is_gone_too_and_with_it_all_that_find_
         nowhere.lost = True
         with pytest.raises(RuntimeError, match="a: a node was lost, for 0.1 s"):
             await one.fleet.move([replace(worker("a"), launcher=nowhere)], [])
+
+
+TOGETHER = Placement((Group((0,), Parallel(), ("a", "b")), Group((2,), Parallel(), ("c",))))
+
+
+async def test_a_device_is_taken_over_while_groups_of_a_move_finish_what_they_run():
+    async with placed(None, Path(), 0.02) as one:
+        sinks = one.submit(240, "ab")
+        await until(lambda: all(len(sink.tokens) > 3 for sink in sinks))
+        await one.deployment.move(TOGETHER)
+        one.lose()
+        await until(lambda: "moved: its requests go on" in one.said, 20)
+        assert one.fleet.ready and not any(sink.done.is_set() for sink in sinks)
+        await check(one.submit(5), 5)
+        await check(sinks, 240)
+        await one.fleet.left()
+        assert len(children()) == 1
+
+
+async def test_who_cannot_move_from_a_group_that_leaves_and_is_lost_is_told():
+    async with placed(None, Path(), 0.02) as one:
+        one.fleet.submit("c", [5] * 50, SamplingParams(max_tokens=190), long := Collector())
+        await until(lambda: len(long.tokens) > 3)
+        async with asyncio.timeout(2), one.deployment.moving:
+            await one.fleet.move([worker("c", num_blocks=12)], [2])
+        assert not long.done.is_set()
+        one.lose()
+        await until(long.done.is_set)
+        assert "ended with code 9 6 times in a row" in long.error
+        await one.fleet.left()
+        assert len(children()) == 3 and one.fleet.ready
 
 
 async def test_a_request_that_no_other_group_can_hold_fails_alone():

@@ -31,11 +31,13 @@ async def test_no_request_fails_while_models_change_their_groups():
         await asyncio.sleep(0.2)
         async with asyncio.timeout(30):
             await fleet.move(second, [0, 1])
+            await fleet.left()
         assert [workers.state for workers in fleet.workers] == ["stopped"] * 2 + ["ready"] * 2
         assert len(fleet.hosts("a")) == 1 and len(fleet.hosts("b")) == 2 and fleet.ready
         await asyncio.sleep(0.2)
         async with asyncio.timeout(30):
             await fleet.move([worker("b", delay=0.002)], [3])
+            await fleet.left()
         stop.set()
         async with asyncio.timeout(30):
             assert min(await asyncio.gather(*clients)) > 2
@@ -51,6 +53,7 @@ async def test_what_runs_in_a_group_that_leaves_ends_there_and_what_waits_moves(
         events = []
         fleet.observers.append(SimpleNamespace(on_events=events.extend, on_step=lambda step: None))
         await fleet.move([worker(delay=0.01)], [0])
+        await fleet.left()
         assert sinks[0].done.is_set(), "the old group left when it had nothing more to do"
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
         assert [sink.tokens for sink in sinks] == [expected([i], 100) for i in range(3)]
@@ -65,9 +68,11 @@ async def test_a_model_that_had_failed_stops_no_move(names):
         for old in ([0, 1], [2, 3]):
             broken = worker(*names, errors=[[""], ["KeyError"]][-len(names) :])
             await fleet.move([worker("a"), broken], old)
+            await fleet.left()
             assert [(one.name, one.state) for one in fleet.status()] == [("a", "ready"), ("b", "failed")]
             assert fleet.ready and fleet.status()[1].reason == "KeyError: 'toy'"
         await fleet.move([worker("a", "b")], [4, 5])
+        await fleet.left()
         sinks = [Collector() for _ in "ab"]
         for name, sink in zip("ab", sinks, strict=True):
             fleet.submit(name, [1], SamplingParams(max_tokens=5), sink)
