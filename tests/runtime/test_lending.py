@@ -119,7 +119,7 @@ async def test_a_burst_uses_the_memory_of_an_idle_model_which_has_it_back(model:
         watcher = Watcher(fleet)
         fleet.observers.append(watcher)
         burst = submit(fleet, "a", 26, length, 80)
-        await until(lambda: watcher.most > 17, 60)
+        await until(lambda: watcher.most > 22, 60)
         asked = submit(fleet, "b", 12, length, 16)
         await all_of([*burst, *asked])
         assert watcher.preempted[0] > 0 and watcher.preempted[1] == 0
