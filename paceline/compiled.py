@@ -3,10 +3,15 @@
 # mypy: ignore-errors
 # (what extends Numba has no types)
 
+import atexit
 import gc
 import inspect
+import os
+import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
@@ -15,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from llvmlite import ir
 from llvmlite.binding import Linkage, add_symbol
-from numba import njit, types
+from numba import config, njit, types
 from numba.core.cgutils import get_or_insert_function, if_unlikely
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
@@ -24,10 +29,35 @@ from numba.core.imputils import lower_getattr_generic
 from numba.core.typed_passes import NativeLowering
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
+from numba.misc.appdirs import user_cache_dir
 
 import paceline.processor  # noqa: F401  # asks for matrix registers before anything is compiled
 
 F = TypeVar("F", bound=Callable[..., Any])
+# where Numba keeps what is compiled
+BESIDE, USERS = Path(__file__).parent / "__pycache__", Path(user_cache_dir("numba", appauthor=False))
+
+
+def place_for(folders: Sequence[Path]) -> str:
+    """Empty if something can be kept in one of the folders; else another one, for as long as this process runs."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                return ""
+    made = tempfile.mkdtemp(prefix="paceline-compiled-")
+    maker = os.getpid()
+    atexit.register(lambda: maker == os.getpid() and shutil.rmtree(made, ignore_errors=True))
+    where = " nor ".join(map(str, folders))
+    text = f"neither {where} can be written to, so code is compiled at every start; NUMBA_CACHE_DIR can name a folder"
+    print(f"paceline: {text}", file=sys.stderr)
+    return made
+
+
+if not config.CACHE_DIR:  # Numba refuses to import what it cannot keep
+    config.CACHE_DIR = place_for([BESIDE, USERS])
+    if config.CACHE_DIR:
+        os.environ["NUMBA_CACHE_DIR"] = config.CACHE_DIR  # of the processes that are started from here
 
 
 def array_of(kind: Any, dimensions: int) -> Any:

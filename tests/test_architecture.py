@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "paceline"
 LAYERS = [
-    {"core", "processor"},
+    {"core", "processor", "python"},
     {"latency", "compiled"},
     {"placement", "batching", "speculation", "workload", "metrics"},
     {"controller"},

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
-from paceline.compiled import CORE, FLOATS, STAMP, Handle, Pointer, _made_of
+from paceline.compiled import CORE, FLOATS, STAMP, Handle, Pointer, _made_of, place_for
 from paceline.simulator import steps, world
 from paceline.speculation import choice, costs, lookahead
 
@@ -69,6 +69,15 @@ multiplied = kept_factor.multiplied
 def times(x):
     return multiplied(x)
 """
+
+
+def test_where_nothing_can_be_kept_it_is_kept_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    full, free = tmp_path / "file" / "folder", tmp_path / "free"
+    assert place_for([full, free]) == "" and capsys.readouterr().err == ""
+    made = Path(place_for([full, full]))
+    assert made.is_dir() and made.stat().st_mode & 0o77 == 0 and "NUMBA_CACHE_DIR" in capsys.readouterr().err
+    made.rmdir()
 
 
 def test_an_index_that_nobody_can_read_is_thrown_away(tmp_path):

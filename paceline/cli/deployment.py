@@ -5,7 +5,7 @@ Planning runs in processes of their own at a low priority, by the same commands 
 
 import asyncio
 import dataclasses
-import sys
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import cast
 
 from paceline.cli.placement_file import load_placement, save_placement
 from paceline.core.cluster import Group, Placement
+from paceline.python import PYTHON, packages
 from paceline.runtime.fleet import LocalFleet, WorkerGroup
 from paceline.runtime.ray_process import RayCluster, RayLauncher
 from paceline.workload.trace import Trace
@@ -135,8 +136,8 @@ def _alike(one: Group, other: Group) -> bool:
 async def _paceline(*arguments: str) -> None:
     """Runs a command of ours. Raises RuntimeError with what it said last."""
     process = await asyncio.create_subprocess_exec(
-        "nice", "-n", "19", sys.executable, "-m", "paceline.cli.main", *arguments, stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        "nice", "-n", "19", *PYTHON, "-m", "paceline.cli.main", *arguments, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, env=os.environ | packages(),
     )  # fmt: skip
     try:
         _, said = await process.communicate()

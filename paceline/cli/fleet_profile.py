@@ -1,7 +1,7 @@
 """Entries of a profile file that shapes and encoders need, and the profile of a whole fleet."""
 
+import os
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +26,7 @@ from paceline.engine.encoder_config import EncoderConfig, is_encoder
 from paceline.engine.precision import precision
 from paceline.latency.profile import Measured, Percentiles
 from paceline.latency.texts import TextTimes
+from paceline.python import PYTHON, packages
 
 BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16), (1, 4, 16)  # texts of a step
 WIDEST = 2048  # tokens of several texts: serving makes no wider steps unless told to
@@ -41,8 +42,8 @@ def measured_here(path: Path, name: str, options: Sequence[str]) -> None:
 
     Raises ValueError when that fails; the process has said why.
     """
-    command = [sys.executable, "-m", "paceline.cli.main", "profile", str(path), *options]
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+    command = [*PYTHON, "-m", "paceline.cli.main", "profile", str(path), *options]
+    if subprocess.run(command, stdout=subprocess.DEVNULL, env=os.environ | packages()).returncode:
         raise ValueError(f"{name!r} could not be profiled, so nothing that rests on its steps can be chosen; see above")
 
 

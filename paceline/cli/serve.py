@@ -2,10 +2,12 @@
 
 import asyncio
 import gc
+import resource
 import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -57,6 +59,7 @@ console = Console(stderr=True)
 
 
 DEFAULTS = FleetConfig()
+MOST_FILES = 1 << 16  # open at a time
 
 
 def serve(
@@ -200,6 +203,7 @@ def serve(
             "cluster": cluster,
         }  # fmt: skip
         beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
+        more_files()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             code = runner.run(run(models, started, fleet, server, sock, beside))
     if cluster:
@@ -213,6 +217,14 @@ def listener(host: str, port: int) -> socket.socket:
         return bind(host, port)
     except OSError as error:
         raise ValueError(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def more_files() -> None:
+    """As many open connections as the system allows, where its default is few: clients are told that a queue is full,
+    not cut off, and workers can be started again meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def words(options: dict[str, Any]) -> list[str]:
@@ -266,7 +278,8 @@ async def placed(fleet: LocalFleet, recent: Recent, every: float | None, **optio
     """Sees to the placement: another one when a device is lost, and when traffic changes if that is looked at."""
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        with suppress(OSError, SystemExit):  # by which Rich says that nobody reads any more
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     deployment = Deployment(fleet, **options)
     spare = Spare(deployment, recent, say)

@@ -70,4 +70,6 @@ class Begun:
         forward, runner.finished = seconds - sampling, now
         if runner.peers:
             forward -= runner.peers.waited_s - self.waited
+            if not runner.drafts:  # another worker did
+                forward += self.draft_s
         return [job.output() for job in self.jobs] if runner.answers else [], forward, sampling

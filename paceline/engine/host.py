@@ -14,8 +14,28 @@ def resident_bytes() -> int:
 def free_bytes() -> int:
     """What could still be taken on this machine, under its control group's limit too."""
     free = _proc("/proc/meminfo", "MemAvailable")
-    limit, used = (_number(CGROUP / name) for name in ("memory.max", "memory.current"))
-    return min(free, limit - used) if limit is not None and used is not None else free
+    return min([free, *filter(None, map(_left, _groups()))])
+
+
+def _groups() -> list[Path]:
+    """The control group of this process, and those that it is in."""
+    file, own = Path("/proc/self/cgroup"), ""
+    if file.exists():
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+        own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    group = CGROUP / own
+    return [group, *(one for one in group.parents if one.is_relative_to(CGROUP))]
+
+
+def _left(group: Path) -> int | None:
+    """Bytes that its limit leaves; files that were read, and are not being used, give way. None without a limit."""
+    limit, used = (_number(group / name) for name in ("memory.max", "memory.current"))
+    if limit is None or used is None:
+        return None
+    stat = group / "memory.stat"
+    lines = stat.read_text(encoding="ascii").splitlines() if stat.exists() else []
+    files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+    return max(1, limit - max(0, used - files))
 
 
 def device_bytes(devices: int) -> int:

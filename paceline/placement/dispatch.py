@@ -16,6 +16,8 @@ by deadlines, is in `reorder`.
 import numpy as np
 from numba import njit
 
+import paceline.compiled  # noqa: F401  # says where compiled code is kept
+
 LAST_STAGE, FINISH, IN_FLIGHT, DEADLINE = range(4)  # the last one: `reorder`
 RULES = {"last_stage": LAST_STAGE, "finish": FINISH, "in_flight": IN_FLIGHT, "deadline": DEADLINE}
 

@@ -15,6 +15,7 @@ those who wait, so a group should not have goals of hours beside goals of second
 import numpy as np
 from numba import njit
 
+import paceline.compiled  # noqa: F401  # says where compiled code is kept
 from paceline.placement.dispatch import hosts_of
 
 TRIED = 16  # of those who wait at a group, the last ones: who may make room for a newcomer

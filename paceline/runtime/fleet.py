@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -9,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from typing import TextIO
 
 from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
 from paceline.controller import FULL, Controller, GroupConfig
@@ -416,5 +418,24 @@ class LocalFleet:
     def _recorder(self) -> Callable[[float, list[Input]], None] | None:
         if self.config.record is None:
             return None
-        file = self._log.enter_context(self.config.record.open("w"))
-        return lambda now, inputs: print(record.dump(now, inputs), file=file)
+        path = self.config.record
+        file: TextIO | None = path.open("w")
+
+        def close() -> None:
+            with contextlib.suppress(OSError):
+                if file:
+                    file.close()
+
+        def write(now: float, inputs: list[Input]) -> None:
+            nonlocal file
+            if file is None:
+                return
+            try:
+                print(record.dump(now, inputs), file=file)
+            except OSError as error:  # the disk is full: requests are more than their log
+                close()
+                file = None
+                print(f"paceline: record: {path}: {error.strerror}; nothing more is recorded", file=sys.stderr)
+
+        self._log.callback(close)
+        return write

@@ -26,6 +26,8 @@ from typing import Protocol, cast
 
 from setproctitle import setproctitle
 
+from paceline.python import PYTHON, packages
+
 MOST = 2**17  # bytes of a request; Linux takes more of them as one message
 LONGEST_S = 600.0  # to import and fork; the first import of all compiles kernels
 AGAIN_S = 30.0  # to fork once more
@@ -101,10 +103,11 @@ class ForkServer:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, self.module, str(theirs.fileno())],
+                [*PYTHON, "-m", __name__, self.module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"} | os.environ,  # no threads at forks
+                # no threads at forks
+                env={"OMP_WAIT_POLICY": "passive", "OPENBLAS_NUM_THREADS": "1"} | os.environ | packages(),
                 start_new_session=True,  # the terminal's Ctrl-C is for the front end, which drains
             )
         self._patience_s = LONGEST_S
@@ -192,6 +195,7 @@ def serve(requests: socket.socket) -> list[str] | None:
 def main(module: str, descriptor: int) -> None:
     setproctitle(f"{__spec__.name}: {module.rpartition('.')[2]}")
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored nobody can be waited for
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # systemd sends it to all at once: the front end drains first
     program = cast(Program, importlib.import_module(module))
     program.prepare()
     with socket.socket(fileno=descriptor) as requests:

@@ -47,7 +47,8 @@ class Recent:
 
     def trace(self) -> Trace:
         """From the first that is known; who was refused would have had the mean output of the model."""
-        rows = sorted(self._rows)
+        begin = self.clock() - self.seconds
+        rows = sorted(row for row in self._rows if row.arrival >= begin)
         done: dict[str, list[int]] = {row.model: [] for row in rows}
         for row in rows:
             if row.outputs >= 0:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.runtime.api import Fleet
 from paceline.server.errors import ApiError
@@ -25,6 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 class BoundedProtocol(HttpToolsProtocol):
     """HTTP/1.1 whose heads are bounded in size and in time; faults of it are answered with our envelope."""
 
+    _cycles: tuple[RequestResponseCycle, ...] = ()  # requests of this connection that have no whole answer yet
     _head_bytes = 0
     _in_head = True
     _timer: asyncio.TimerHandle | None = None
@@ -36,6 +37,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
         super().connection_lost(exc)
+        for cycle in self._cycles:  # all that were sent in advance, too
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -50,6 +54,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
+        self._cycles = (*(one for one in self._cycles if not one.response_complete), self.cycle)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -57,6 +62,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._head_bytes > 2 * MAX_HEAD_BYTES:
                 self.send_400_response("the head of the request is too large")
+        if self._timer is None and not self._answers:  # nothing but empty lines: they have ended the wait for a head
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
 
     def send_400_response(self, msg: str) -> None:
         body = ApiError(400, msg, code="invalid_http").encode()
@@ -67,7 +74,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def _begin_head(self) -> None:
         self._end_head()
         self._in_head, self._head_bytes = True, 0
-        self._timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+
+    @property
+    def _answers(self) -> bool:
+        """Requests are under way."""
+        return not all(one.response_complete for one in self._cycles)
+
+    def _late(self) -> None:
+        if self._answers:  # a next request may wait for the end of this one
+            self._timer = self.loop.call_later(HEAD_SECONDS, self._late)
+        else:
+            self.transport.close()
 
     def _end_head(self) -> None:
         self._in_head = False

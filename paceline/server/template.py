@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from paceline.python import PYTHON, packages
 from paceline.server.template_worker import Render, Rendered
 
 TIME_LIMIT = 2.0  # seconds for one render
@@ -85,13 +84,12 @@ class ChatTemplate:
     async def _running(self) -> asyncio.subprocess.Process:
         if self._process is None or self._process.returncode is not None:
             await self._stop()
-            places = [str(Path(__file__).resolve().parents[2]), *filter(None, sys.path)]  # packages are where ours are
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "paceline.server.template_worker"),
+                *(*PYTHON, "-m", "paceline.server.template_worker"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,
-                env={"PYTHONPATH": os.pathsep.join(places), "LANG": "C.UTF-8", "TZ": os.environ.get("TZ", "")},
+                env=packages() | {"LANG": "C.UTF-8", "TZ": os.environ.get("TZ", "")},
                 start_new_session=True,
             )
             async with asyncio.timeout(START_LIMIT):  # an empty render answers when the imports are done

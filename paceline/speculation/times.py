@@ -15,6 +15,8 @@ import numpy as np
 from numba import njit, types
 from numpy.typing import NDArray
 
+import paceline.compiled  # noqa: F401  # says where compiled code is kept
+
 Floats = NDArray[np.float64]
 _F64, _FLOATS = types.float64, types.float64[::1]
 SIZES = 8  # of steps with drafts, in sequences: 1, 2, up to 4, 8, 16, 32, 64, and more; in tokens, twice as many

@@ -59,6 +59,7 @@ async def test_recent_traffic_is_a_trace_and_what_was_refused_is_in_it():
         outputs = {p: o for p, o in zip(recent.trace().prompts.tolist(), recent.trace().outputs.tolist(), strict=True)}
         assert outputs[11] == round((4 + 6 + 90 + 2) / 4), "it would have had the mean output"
         clock[0] = 1e12
+        assert not len(recent.trace()), "nothing has come since"
         fleet.submit("b", [1], SamplingParams(max_tokens=1), last := Collector())
         await last.done.wait()
         await asyncio.sleep(0.01)

@@ -87,6 +87,7 @@ class Preemptions:
 
     def on_step(self, step) -> None:
         self.accepted += sum(one.accepted for one in step.drafts)
+        assert step.draft_s <= step.forward_s, "drafting is a part of it, whoever drafts"
         self.drafters |= {one.drafter for one in step.drafts if one.drafted}
         self.idle |= {one.idle for one in step.drafts if not one.drafted}
         assert all(0 < one.accepted <= one.emitted or not one.accepted for one in step.drafts)

@@ -374,6 +374,30 @@ async def test_a_request_that_kills_workers_late_in_its_prompt_fails(fault):
         check_empty(running)
 
 
+async def test_a_log_that_cannot_be_written_any_more_is_no_fault_of_requests(capfd):
+    config = FleetConfig(token_budget=16, record=Path("/dev/full"))
+    async with asyncio.timeout(30), fleet(config) as running:
+        sinks = [Collector() for _ in range(8)]
+        for i, sink in enumerate(sinks):
+            running.submit("toy", [i, 2], SamplingParams(max_tokens=150), sink)
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        assert [sink.tokens for sink in sinks] == [expected([i, 2], 150) for i in range(8)]
+        check_empty(running)
+    assert capfd.readouterr().err.count("nothing more is recorded") == 1
+
+
+async def test_workers_that_are_told_to_end_go_on_until_the_front_end_has_drained():
+    """systemd tells all processes of a service at once."""
+    async with asyncio.timeout(30), fleet() as running:
+        sink, pids = Collector(), running.workers[0].pids
+        running.submit("toy", [1, 2], SamplingParams(max_tokens=200), sink)
+        await until(lambda: len(sink.tokens) > 3)
+        for pid in pids:
+            os.kill(pid, signal.SIGTERM)
+        await sink.done.wait()
+        assert sink.tokens == expected([1, 2], 200) and running.workers[0].pids == pids
+
+
 @pytest.mark.parametrize("culprit", ["a", "b"])
 async def test_the_other_models_of_workers_that_are_killed_are_not_to_blame(culprit):
     """Nor do any of their steps go to workers that are gone."""

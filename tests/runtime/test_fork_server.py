@@ -13,6 +13,7 @@ import pytest
 
 from paceline.runtime import fork_server
 from paceline.runtime.fork_server import ForkServer
+from paceline.server.template import ChatTemplate
 
 PROGRAM = "tests.runtime.toy_program"
 KILLED = f"""
@@ -69,7 +70,7 @@ async def test_processes_are_ours_and_begin_where_their_imports_end(server):
         assert Path(f"/proc/{one.pid}/cmdline").read_bytes().startswith(f"{PROGRAM} 3 ".encode())  # what `ps` shows
         assert one.returncode is None
     assert await asyncio.wait_for(one.ended(), 10) == 3
-    assert await asyncio.wait_for(other.ended(), 10) == -signal.SIGTERM
+    assert await asyncio.wait_for(other.ended(), 10) == -signal.SIGUSR2
     other.kill()  # it is gone: nobody else is hit
 
 
@@ -81,6 +82,21 @@ async def test_a_server_that_is_gone_is_replaced_and_its_processes_stay(server):
             other.kill()
             assert await asyncio.wait_for(other.ended(), 10) == -signal.SIGKILL
     assert await asyncio.wait_for(one.ended(), 10) == 0
+
+
+async def test_what_lies_where_the_user_is_is_not_imported(tmp_path, monkeypatch):
+    """A checkpoint, say, with a file that is called as a library is."""
+    for name in ("json", "random", "torch", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not ours')")
+    monkeypatch.chdir(tmp_path)
+    server = ForkServer(PROGRAM)
+    async with process(server, "3") as (one, told):
+        assert told["sum"] == 9900
+    assert await asyncio.wait_for(one.ended(), 10) == 3
+    server.close()
+    template = ChatTemplate("fine")
+    assert await template.render() == "fine"
+    await template.close()
 
 
 async def test_a_program_that_cannot_be_imported_is_an_error():

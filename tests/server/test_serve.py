@@ -134,6 +134,40 @@ def test_heads_are_bounded(process: Process) -> None:
     assert process.client.get("/health").status_code == 200
 
 
+async def test_a_client_that_leaves_a_request_sent_in_advance_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a head that comes late, behind an answer under way, does not end that; empty lines keep no connection."""
+    monkeypatch.setattr(module, "HEAD_SECONDS", 0.1)
+    server = build(make_tokenizer(), step_s=0.02)
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(server.app, server.fleet, bind("127.0.0.1", 0), on_started=started.set_result))
+    parts = urlsplit(await started)
+    body = b'{"prompt": [5], "max_tokens": %d, "stream": true, "ignore_eos": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    server.fleet.paused = True
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(head % len(body % 200) + body % 200 + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    while not server.fleet.running:
+        await asyncio.sleep(0.01)
+    writer.close()
+    async with asyncio.timeout(5):
+        while server.fleet.running:
+            await asyncio.sleep(0.01)
+    server.fleet.paused = False
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(head % len(body % 20) + body % 20 + b"GET /health HTTP/1.1\r\nHost:")
+    answer = await asyncio.wait_for(reader.readuntil(b"[DONE]"), 5)
+    assert answer.count(b"data: ") > 15
+    writer.close()
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
+    writer.write(b"\r\n")
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    writer.close()
+    signal.raise_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(serving, 10)
+
+
 async def test_a_head_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HEAD_SECONDS", 0.05)
     server = build(make_tokenizer())
