@@ -17,7 +17,7 @@ serve: install
 test: BYTECODE := --no-compile
 test: install
 	$(MAKE) -j 3 lint compiled-engine compiled-simulator  # while pip installs what only tests need
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not cluster" $(ARGS)
 
 compiled-engine: install
 	$(BIN)/python -c "import paceline.engine.chain; \
@@ -28,7 +28,7 @@ compiled-simulator: install
 	$(BIN)/python -c "import paceline.simulator.fleet"
 
 test-all: $(VENV)/test-installed
-	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster" $(ARGS)
 
 test-cluster: $(VENV)/test-installed
 	$(PIP) -e '.[cluster]'

@@ -1,10 +1,12 @@
 """What Linux is asked for."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 
 from paceline import processor
+from paceline.engine import draft_models, linear, sampler
 
 
 @pytest.mark.parametrize(
@@ -33,3 +35,11 @@ def test_matrix_registers(
     processor.ask_for_matrix_registers()
     assert left == processor.config.CPU_FEATURES
     assert asked == ([] if answer is None else [(158, 0x1023, 18)])
+
+
+@pytest.mark.skipif(not processor.HAS_TILES, reason="needs AVX2")
+def test_no_kernel_is_missing_where_all_can_run() -> None:
+    """Without one everything works, slower, and its own tests are skipped."""
+    for name in ("kernels", "fused_kernel", "verdict_kernel", "chain_kernel", "sample_kernels"):
+        importlib.import_module(f"paceline.engine.{name}")
+    assert linear.kernels and draft_models.chains() and sampler.sample_kernels

@@ -1,6 +1,7 @@
 """The fleet file: which models to serve (DESIGN, section 7). Unknown keys are errors with a suggestion."""
 
 import difflib
+import json
 from pathlib import Path
 from typing import Literal
 
@@ -127,6 +128,11 @@ def load(path: Path) -> FleetFile:
     if twice:
         raise ValueError(f"{path}: models.name: {twice[0]!r} is there twice; names must differ")
     return fleet
+
+
+def schema() -> str:
+    """JSON Schema of fleet files, for editors: docs/fleet.schema.json."""
+    return json.dumps(FleetFile.model_json_schema(), indent=1) + "\n"
 
 
 def check_cache(entry: Entry, one_shot: bool) -> None:

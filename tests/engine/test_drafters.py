@@ -406,6 +406,14 @@ def test_tokens_are_matched_by_their_text(tmp_path):
     assert SharedVocabulary(target, draft, (10, 6)).num_shared == 3
 
 
+def test_ends_of_sequence_that_are_the_same_stay_the_same(tmp_path):
+    """Llama 3 has three, of which a chat's is the last; one that the draft does not have is its first."""
+    target = Tokenizer.load(law.words(tmp_path, "abcdefgh"))
+    draft = Tokenizer.load(law.words(tmp_path, "gxcay"))
+    target.eos_ids, draft.eos_ids = (0, 1, 2), (3, 2)  # a, b and c; a and c
+    assert SharedVocabulary(target, draft, (10, 6)).to_draft[:3].tolist() == [3, 3, 2]
+
+
 def test_a_pair_without_a_common_token_is_refused_with_the_reason(tiny, tmp_path):
     path = law.words(shutil.copytree(tiny[0], tmp_path / "target"), "abcdef")
     draft_path = law.words(shutil.copytree(tiny[1], tmp_path / "draft"), "uvwxyz")
