@@ -11,10 +11,10 @@ from paceline.runtime.fork_server import fork_server
 
 
 @cache
-def app() -> Callable[[], None]:
+def command() -> Callable[[], int | None]:
     with lasting():
-        from paceline.cli.app import app
-    return app
+        from paceline.cli.app import run
+    return run
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
         with suppress(OSError):  # who needs it will say so
             fork_server("paceline.cli.worker").start()  # imports what workers need, while we import what a server needs
     try:
-        app()()
+        sys.exit(command()())
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(2)

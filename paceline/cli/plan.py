@@ -145,7 +145,7 @@ def make(
         if out:
             save_placement(out, placement)
         bars.update(task, description="what else there is")
-        reasons = [] if quiet else why(problem, choice, placement)
+        reasons = [] if quiet else why(problem, choice)
         bars.update(task, description="other traffic of the same kind")
         recorded = trace or all(entry.workload.trace for entry in file.models)
         if recorded:
@@ -156,7 +156,7 @@ def make(
             others = [drawn(file, known, duration, seed + 1 + i) for i in range(seeds)]
         judged = [known.problem(other, dispatch).evaluate(choice.shape, choice.member) for other in others]
     console = Console()
-    console.print(groups_table(problem, choice, placement))
+    console.print(groups_table(placement))
     console.print(models_table(known, choice, judged, "parts of the trace" if recorded else "other seeds"))
     left_out = [known.names[m] for m in np.flatnonzero(~choice.member.any(0))]
     if left_out:
@@ -194,7 +194,7 @@ def changes(problem: Problem, choice: Choice, placement: Placement, running: Pla
     ]  # fmt: skip
 
 
-def why(problem: Problem, choice: Choice, placement: Placement) -> list[str]:
+def why(problem: Problem, choice: Choice) -> list[str]:
     """A line for each group, and the runners-up."""
     here, lines = choice.outcome.attainment, ["", "why these groups, by what others would lose:"]
     order = sorted(range(len(choice.shape)), key=lambda g: -int(choice.outcome.asked[g]))[:EXPLAINED]
@@ -219,7 +219,7 @@ def _loss(here: float, there: float) -> str:
     return f"loses {points:.2f} points" if points >= 0.005 else f"gains {-points:.2f}" if points <= -0.005 else "equals"
 
 
-def groups_table(problem: Problem, choice: Choice, placement: Placement) -> Table:
+def groups_table(placement: Placement) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("group", "devices", "(pipeline,tensor)", "models"):
         table.add_column(column)

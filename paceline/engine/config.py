@@ -121,7 +121,6 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     max_context: int  # tokens, unless more are asked for
-    longest: int  # tokens that may be asked for
     tied: bool
     qkv_bias: bool
     out_bias: bool
@@ -136,6 +135,7 @@ class ModelConfig:
     expert_intermediate: int = 0
     sparse: frozenset[int] = frozenset()
     norm_topk: bool = True  # the weights of a token's experts sum to 1
+    stretched: int = 0  # tokens that may be asked for, where it is more than `max_context`
 
     def kv_bytes_per_token(self, dtype: str = "float32") -> int:
         """Bytes of key and value in all layers, each number one of DTYPES."""
@@ -301,7 +301,7 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> Model
         head_dim=head_dim,
         norm_eps=keys.number("rms_norm_eps", 1e-6),
         max_context=max_context,
-        longest=max(max_context, stretched),
+        stretched=stretched,
         tied=keys.flag("tie_word_embeddings"),
         qkv_bias=keys.flag(rules.qkv_bias),
         out_bias=keys.flag(rules.out_bias),

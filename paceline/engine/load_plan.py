@@ -117,8 +117,9 @@ def models(
     paths = [path, Path(drafts.path)] if drafts.kind == "model" else [path]
     configs = [ModelConfig.load(path) for path in paths]
     config = configs[0]
-    if context is not None and not 1 <= context <= config.longest:
-        raise ModelError(f"{path}: context must be from 1 to {config.longest} tokens, not {context}")
+    most = max(config.max_context, config.stretched)
+    if context is not None and not 1 <= context <= most:
+        raise ModelError(f"{path}: context must be from 1 to {most} tokens, not {context}")
     checkpoint = Checkpoint(path)
     exit_layers = config.exit_layers(early_exit_layers) if drafts.kind == "early_exit" else 0
     if exit_layers and place.parallel.devices > 1:  # nobody has all of the first layers and the head: a draft model

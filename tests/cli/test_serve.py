@@ -204,6 +204,9 @@ def test_a_given_profile_says_what_texts_take(tmp_path, monkeypatch, lengths):
         (["builtin:coder", "--device", "cuda", "--kv-cache-dtype", "float16"], ["kv-cache-dtype: float16 is for CPUs"]),
         (["builtin:coder", "--device", "cuda", "--quantization", "int8"], ["quantization: int8 is for CPUs", "none"]),
         (["builtin:coder", "--device", "cuda"], ["device: no NVIDIA GPU is visible here", "valid is cpu"]),
+        (["builtin:coder", "--port", "x"], ["'--port'", "valid integer"]),
+        (["builtin:coder", "--quantization", "int4"], ["'--quantization'", "'int4'", "'none', 'int8'"]),
+        (["builtin:coder", "--prot", "8000"], ["--prot", "--port"]),
     ],
 )
 def test_bad_arguments_are_one_line_and_exit_2(arguments, words, monkeypatch):

@@ -43,11 +43,10 @@ def test_yarn_without_factor_takes_the_ratio_of_contexts(tmp_path: Path) -> None
 def test_yarn_with_factor_and_trained_length_says_what_context_may_be_asked_for(tmp_path: Path) -> None:
     """As Qwen's users add it: max_position_embeddings stays the trained length."""
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-    for trained, longest in (320, 1024), (2048, 2048):
-        config = load(tmp_path, rope_scaling=rope, max_position_embeddings=trained)
-        assert (config.max_context, config.longest) == (trained, longest)
+    config = load(tmp_path, rope_scaling=rope, max_position_embeddings=320)
+    assert (config.max_context, config.stretched) == (320, 1024)
     del rope["original_max_position_embeddings"]
-    assert load(tmp_path, rope_scaling=rope, max_position_embeddings=320).longest == 320
+    assert load(tmp_path, rope_scaling=rope, max_position_embeddings=320).stretched == 0
 
 
 def test_generation_config_names_the_end_of_sequence(tmp_path: Path) -> None:
