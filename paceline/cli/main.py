@@ -11,7 +11,7 @@ from paceline.runtime.fork_server import fork_server
 
 
 @cache
-def command() -> Callable[[], int | None]:
+def app() -> Callable[[], int | None]:
     with lasting():
         from paceline.cli.app import run
     return run
@@ -22,7 +22,8 @@ def main() -> None:
         with suppress(OSError):  # who needs it will say so
             fork_server("paceline.cli.worker").start()  # imports what workers need, while we import what a server needs
     try:
-        sys.exit(command()())
+        if code := app()():
+            sys.exit(code)
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(2)
