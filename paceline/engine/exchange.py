@@ -42,7 +42,8 @@ class Exchange:
                 os.posix_fallocate(descriptor, 0, size)  # who writes where there is no room is killed
             memory = mmap.mmap(descriptor, size)
         except OSError:
-            self.path.unlink()
+            if rank == 0:
+                self.path.unlink()
             raise
         finally:
             os.close(descriptor)

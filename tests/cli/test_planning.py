@@ -496,10 +496,8 @@ def test_stages_hold_all_experts_and_compute_some(tmp_path, quantization, held, 
 
 def test_models_of_both_kinds_get_devices_though_their_latencies_are_alike(folder):
     """No group has both; without a split by kind the one-shot models take all groups before the other one comes."""
-    step = {"linear": [0.01] * 300, "emit": 0.0, "decode": 0.0, "decode_context": 0.0, "chunk": 0.0,
-            "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
     known = profile({"small": 0.02})
-    known["models"]["llm"] = known["models"]["small"] | {"step_time": step}
+    known["models"]["llm"] = known["models"]["small"] | {"step_time": asdict(StepTime((0.01,) * 300, *[0.0] * 6))}
     (folder / "profile.json").write_text(json.dumps(known))
     (folder / "fleet.yaml").write_text(
         "models:\n  - {name: a, source: 'profile:small', slo: {deadline: 1.0}, workload: {rate: 4.0}}\n"
@@ -515,10 +513,8 @@ def test_models_of_both_kinds_get_devices_though_their_latencies_are_alike(folde
 def test_a_cell_is_planned_for_its_own_requests(folder):
     """Of a model in two cells each has half of the requests, and what was met is counted of those, whatever the kind
     of the models beside it."""
-    step = {"linear": [0.01 + 1e-4 * n for n in range(300)], "emit": 0.0, "decode": 1e-3, "decode_context": 0.0,
-            "chunk": 0.0, "chunk_context": 0.0, "chunk_pair": 0.0}  # fmt: skip
-    known = profile({"small": 0.02})
-    known["models"]["llm"] = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": step}
+    step, known = StepTime(tuple(0.01 + 1e-4 * n for n in range(300)), 0.0, 1e-3, *[0.0] * 4), profile({"small": 0.02})
+    known["models"]["llm"] = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": asdict(step)}
     (folder / "profile.json").write_text(json.dumps(known))
     (folder / "fleet.yaml").write_text(
         "models:\n"
@@ -539,7 +535,10 @@ def test_a_cell_is_planned_for_its_own_requests(folder):
     assert search(problem, effort=4 * len(problem.times)).outcome.attainment > 0.9
 
 
-@pytest.mark.parametrize(("source", "pipelines"), [("builtin:coder", {1, 2, 4}), ("profile:llm", {1, 2, 4, 8, 16})])
+@pytest.mark.parametrize(
+    ("source", "pipelines"),
+    [("builtin:coder", {1, 2, 4}), ("profile:llm", {1, 2, 4, 8, 16}), ("/nowhere/llm", {1, 2, 4, 8, 16})],
+)
 def test_a_model_is_cut_into_no_more_stages_than_its_files_can_be(folder, source, pipelines):
     """Four layers, embedding and head; of a model that is known by its profile alone nobody knows."""
     entry = {"parallel": [{"stage_weight_bytes": [GIB]}], "step_time": asdict(StepTime((0.0, 0.01), *[0.0] * 6))}

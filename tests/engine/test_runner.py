@@ -248,6 +248,21 @@ def test_int8_holds_a_quarter(model: tuple, runner: ModelRunner) -> None:
         ModelRunner.load(model[0], quantization="int3", **options)
 
 
+def test_a_context_that_yarn_stretches_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what max_position_embeddings says: the logits of transformers, where it is asked for."""
+    changes = dict(rope_parameters=checkpoints.YARN, max_position_embeddings=64)
+    monkeypatch.setitem(checkpoints.FAMILIES, "stretched", (LlamaConfig, changes))
+    reference, tokens = checkpoints.save("stretched", tmp_path), prompt(150, 5)
+    limits = dict(max_batch_tokens=256, max_batch=2, block_size=BLOCK, num_blocks=64)
+    with pytest.raises(ModelError, match="context must be from 1 to 256 tokens"):
+        ModelRunner.load(tmp_path, context=257, **limits)
+    assert ModelRunner.load(tmp_path, **limits).info.context == 64
+    runner = ModelRunner.load(tmp_path, context=250, **limits)
+    work = SliceWork(1, 0, 150, True, 0, blocks(0, 38))
+    output = runner.step([NewSequence(1, tokens, 150, GREEDY)], [work], [])[0][0]
+    assert output.tokens == [int(checkpoints.reference_logits(reference, tokens)[-1].argmax())]
+
+
 @pytest.mark.parametrize("context", [0, 513])
 def test_a_context_that_the_model_does_not_have(context: int, model: tuple) -> None:
     with pytest.raises(ModelError, match=f"context must be from 1 to 512 tokens, not {context}"):

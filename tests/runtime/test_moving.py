@@ -81,6 +81,32 @@ async def test_a_model_that_had_failed_stops_no_move(names):
         assert len(children()) == 1
 
 
+async def test_nobody_is_to_blame_for_workers_that_make_way():
+    async with asyncio.timeout(30), LocalFleet([worker(delay=0.01)], FleetConfig(token_budget=16)) as fleet:
+        sink = Collector()
+        sequence = fleet.sequences[fleet.submit("toy", [1, 2], SamplingParams(max_tokens=60), sink)]
+        while len(sink.tokens) < 4:
+            await asyncio.sleep(0.01)
+        await fleet.move([worker(delay=0.01)], [0], room=False)
+        assert sequence.crashes == 0
+        await sink.done.wait()
+        assert sink.tokens == expected([1, 2], 60)
+
+
+async def test_a_group_that_unloads_is_no_worker_of_those_that_have_moved_on():
+    async with LocalFleet([worker(delay=0.01), worker()], FleetConfig(token_budget=16)) as fleet:
+        sink = Collector()
+        sequence = fleet.sequences[fleet.submit("toy", [1, 2], SamplingParams(max_tokens=60), sink)]
+        while len(sink.tokens) < 4:
+            await asyncio.sleep(0.01)
+        here, other = sorted(fleet.groups, key=lambda group: group is not sequence.worker)
+        sequence.worker = other  # as if it had come from there
+        other.unload()
+        assert sequence.worker is None
+        await sink.done.wait()
+        assert sink.tokens == expected([1, 2], 60) and sequence.worker in (None, here)
+
+
 async def test_a_placement_that_cannot_be_loaded_changes_nothing():
     async with LocalFleet([worker()], FleetConfig(token_budget=16)) as fleet:
         with pytest.raises(RuntimeError, match="no memory"):
