@@ -93,7 +93,7 @@ async def leave(client: httpx.AsyncClient, path: str, body: dict[str, Any], afte
 @pytest.mark.parametrize(
     ("drafter", "seed", "count"),
     [
-        ("builtin:coder-draft", 1, 60),
+        ("builtin:coder-draft", 1, 40),
         pytest.param("builtin:coder-draft", 2, 1000, marks=pytest.mark.slow),
         pytest.param("ngram+early_exit", 3, 1000, marks=pytest.mark.slow),
     ],
