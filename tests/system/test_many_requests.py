@@ -102,7 +102,7 @@ async def test_each_answer_is_what_it_is_alone(tmp_path, drafter, seed, count):
     random, fleet = Random(seed), tmp_path / "fleet.yaml"
     fleet.write_text(FLEET % (drafter, ", adaptive: false"))
     cases = [make(random) for _ in range(count)]
-    with Server(str(fleet), "--num-blocks", "130", "--token-budget", "48") as server:
+    with Server(str(fleet), "--num-blocks", "50", "--context", "768", "--token-budget", "48") as server:
         limits = httpx.Limits(max_connections=40)
         async with httpx.AsyncClient(base_url=server.url, timeout=240, limits=limits) as client:
             leaving = [leave(client, *make(random), after=random.random()) for _ in range(count // 8)]
