@@ -5,6 +5,8 @@ else that depends on what came before. No torch here: the front end checks schem
 """
 
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +43,8 @@ def _grammar(schema: str) -> str:
 
 
 class Grammars:
-    """Makes the grammars of a model's sequences."""
+    """Makes the grammars of a model's sequences. A schema is compiled in a thread of its own, beside the passes of the
+    prompt: what may follow it is the first thing that anybody has to know."""
 
     def __init__(self, tokenizer: Path | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
         """`tokenizer`: the file, None where there is none."""
@@ -56,31 +59,38 @@ class Grammars:
                 self._tokenizer = LLTokenizer(text, n_vocab=max(known, vocab_size), eos_token=list(self.eos_ids))
             except ValueError as error:  # it serves all but structured output
                 self._fault = f"the model's tokens do not stand for bytes ({error})"
-        self._compiled: dict[str, LLMatcher] = {}  # the newest last
+        self._compiled: dict[str, Future[LLMatcher]] = {}  # the newest last
+        self._compiler = ThreadPoolExecutor(1, "schemas")
 
     def of(self, schema: str) -> "Grammar":
-        """Raises ValueError for a schema that cannot be compiled, and where a model has no tokenizer or no end."""
+        """Raises ValueError where a model has no tokenizer or no end."""
         if self._tokenizer is None:
             raise ValueError(f"response_format: {self._fault}")
-        matcher = self._compiled.pop(schema, None)
-        if matcher is None:
-            matcher = LLMatcher(self._tokenizer, _grammar(schema), log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise ValueError(f"response_format: {matcher.get_error()}")
-        self._compiled[schema] = matcher
+        compiled = self._compiled.pop(schema, None) or self._compiler.submit(self._compile, schema)
+        self._compiled[schema] = compiled
         if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
-        return Grammar(matcher, self._vocab_size, self.eos_ids)
+        return Grammar(compiled, self._vocab_size, self.eos_ids)
+
+    def _compile(self, schema: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, _grammar(schema), log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise ValueError(f"response_format: {matcher.get_error()}")
+        return matcher
 
 
 class Grammar:
-    """Where one sequence's text is in its grammar."""
+    """Where one sequence's text is in its grammar. All but its making waits until the schema is compiled, and raises
+    ValueError if it cannot be."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, eos_ids: Iterable[int]) -> None:
-        self._begin, self._matcher = matcher, matcher.deep_copy()
-        self._vocab_size, self._eos_ids = vocab_size, frozenset(eos_ids)
+    def __init__(self, compiled: Future[LLMatcher], vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._compiled, self._vocab_size, self._eos_ids = compiled, vocab_size, frozenset(eos_ids)
         self._tokens: list[int] = []  # observed
         self._ends = 0  # ends of sequence among them: the matcher does not count those
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        return self._compiled.result().deep_copy()
 
     @property
     def complete(self) -> bool:
@@ -100,7 +110,7 @@ class Grammar:
         if token in self._eos_ids:
             self._ends -= 1
         elif self._matcher.is_error():  # for ever: it starts again, without what was drafted
-            self._matcher = self._begin.deep_copy()
+            self._matcher = self._compiled.result().deep_copy()
             self._matcher.consume_tokens([known for known in self._tokens if known not in self._eos_ids])
         else:
             self._matcher.rollback(1)

@@ -111,8 +111,9 @@ class Penalties:
 
     @property
     def _must_go_on(self) -> bool:
-        complete = self._grammar is not None and self._grammar.complete
-        return self.generated < self._params.min_tokens and len(self._stops) > 0 and not complete
+        if self.generated >= self._params.min_tokens or not len(self._stops):
+            return False
+        return self._grammar is None or not self._grammar.complete
 
     def apply(self, row: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
         """Changes `row` (float32 [vocab]) in place; what `undo` needs to put it back."""

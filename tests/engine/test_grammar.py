@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -129,6 +130,30 @@ def test_a_schema_that_cannot_be_compiled_fails_alone(runner, tokenizer):
     bad = replace(asked(1)[0], json_schema='{"type": "nothing"}')
     error, (text, _) = generate(runner, tokenizer, [bad, asked(1)[0]])
     assert "nothing" in error and follows(json.loads(text))
+
+
+def test_a_schema_is_compiled_while_the_prompt_is_read(runner, tokenizer, monkeypatch):
+    """Here for as long as it takes to compute the first of two chunks."""
+    computed, compiled = threading.Event(), Grammars._compile
+    step = ModelRunner.step
+
+    def compile_late(grammars: Grammars, schema: str) -> object:
+        assert computed.wait(20), "nothing was computed meanwhile"
+        return compiled(grammars, schema)
+
+    def watched(*args: object) -> object:
+        outputs = step(*args)
+        computed.set()
+        return outputs
+
+    monkeypatch.setattr(Grammars, "_compile", compile_late)
+    monkeypatch.setattr(ModelRunner, "step", watched)
+    late = replace(asked(1)[0], json_schema=json.dumps(SCHEMA | {"title": "compiled here first"}))
+    prompt = tokenizer.encode("#" + PROMPT * 40, add_special_tokens=False)
+    assert len(prompt) > 256
+    offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(max_batch=16, num_blocks=200)), EOS)
+    (output,) = offline.generate([prompt], [late])
+    assert not output.error and follows(json.loads(tokenizer.decode(output.tokens, True)))
 
 
 @pytest.mark.parametrize(("file", "ends"), [(None, EOS), (CODER / "tokenizer.json", ())])
