@@ -2,6 +2,7 @@
 
 import http.client
 import urllib.request
+from errno import EPROTO
 from urllib.error import HTTPError, URLError
 
 PATIENCE_S = 10.0
@@ -18,3 +19,15 @@ def ask(url: str, path: str, api_key: str | None = None) -> bytes:
         raise
     except (URLError, http.client.HTTPException, ValueError) as error:  # nobody is there, this is no HTTP, or no URL
         raise OSError(f"{getattr(error, 'reason', error)}") from error
+
+
+def failed(status: int) -> bool:
+    """Whether it is the server that cannot, and not the request that is wrong."""
+    return status >= 500 or status == 429
+
+
+def fault(option: str, url: str, error: OSError) -> Exception:
+    """What a command ends with that `ask` raised this for."""
+    if isinstance(error, HTTPError) and failed(error.code):
+        return OSError(EPROTO, str(error), url)
+    return ValueError(f"{option}: {url}: {str(error) or type(error).__name__}")

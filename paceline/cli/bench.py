@@ -5,6 +5,7 @@ import gc
 import json
 import time
 from collections import defaultdict
+from errno import EPROTO
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.cli import fleet_file
+from paceline.cli.ask import failed
 from paceline.cli.planning import check_parent, make_folder
 from paceline.cli.simulate import report_table
 from paceline.core.request import SLO
@@ -85,7 +87,7 @@ class Client:
 
     async def send(self, trace: Trace) -> tuple[Outcomes, float]:
         """What became of the trace, and how late requests were sent (P99, seconds). Raises ValueError where nobody
-        answers, or a model is not served."""
+        answers, or a model is not served, OSError where the server cannot answer."""
         count = len(trace)
         outcomes = Outcomes(
             trace.names, trace.models.astype(np.int64), np.full(count, -1, np.int64), trace.arrivals,
@@ -124,6 +126,8 @@ class Client:
                 served = [model["id"] for model in json.loads(await answer.read())["data"]]
         except (aiohttp.ClientError, TimeoutError, *UNEXPECTED) as error:
             text = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, aiohttp.ClientResponseError) and failed(error.status):
+                raise OSError(EPROTO, text, self.url) from error
             raise ValueError(f"url: no list of models at {self.url}/v1/models: {text}") from error
         missing = [name for name in names if name not in served]
         if missing:

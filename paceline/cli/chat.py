@@ -5,11 +5,14 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from errno import EPROTO
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
+
+from paceline.cli.ask import failed
 
 
 def chat(
@@ -78,19 +81,25 @@ class Client:
         with self._send("POST", "/v1/chat/completions", request | {"stream": True}) as response:
             for line in self._lines(response):
                 data = line.decode().removeprefix("data: ").strip()
-                if not data or data == "[DONE]":
+                if data == "[DONE]":
+                    return
+                if not data:
                     continue
                 chunk = json.loads(data)
                 if "error" in chunk:
-                    raise ValueError(chunk["error"]["message"])
+                    raise OSError(EPROTO, chunk["error"]["message"], self._url)
                 for choice in chunk["choices"]:
                     yield choice["delta"].get("content") or ""
+        raise self._cut()
 
     def _lines(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         try:
             yield from response
         except (OSError, http.client.HTTPException) as error:
-            raise ValueError(f"the server at {self._url} went away in the middle of an answer") from error
+            raise self._cut() from error
+
+    def _cut(self) -> OSError:
+        return OSError(EPROTO, "the server went away in the middle of an answer", self._url)
 
     @contextmanager
     def _send(self, method: str, path: str, body: object = None) -> Iterator[http.client.HTTPResponse]:
@@ -98,12 +107,13 @@ class Client:
             try:
                 connection.request(method, self._prefix + path, json.dumps(body) if body else None, self._headers)
                 response = connection.getresponse()
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 raise ValueError(f"url: no server answers at {self._url}: {error}") from error
             if response.status != 200:
                 try:
                     reason = json.load(response)["error"]["message"]
                 except (ValueError, KeyError, TypeError):
                     reason = response.reason
-                raise ValueError(f"the server says {response.status}: {reason}")
+                text = f"the server says {response.status}: {reason}"
+                raise OSError(EPROTO, text, self._url) if failed(response.status) else ValueError(text)
             yield response

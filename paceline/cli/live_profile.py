@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 from rich.table import Table
 
 from paceline.cli import profile_cache
-from paceline.cli.ask import ask
+from paceline.cli.ask import ask, fault
 from paceline.cli.fleet_file import Entry, FleetFile
 from paceline.cli.planning import text_times
 from paceline.cli.sources import resolve
@@ -30,12 +30,15 @@ Live = dict[str, dict[str, Any]]  # by model, `profile_file.LiveEntry`
 def measured(url: str, api_key: str | None = None) -> Live:
     """By model, since the server was started: what the engine takes for a step over what the profile says, on average
     (`pace`), by tokens (`widths`), and by what else there is (`apart`: `step_time.OTHERS`, `BEFORE`), how steps that
-    are alike differ, and `overhead_s` beside the engine. Raises ValueError for a URL that is none of ours."""
+    are alike differ, and `overhead_s` beside the engine. Raises ValueError for a URL that is none of ours,
+    OSError where the server cannot answer."""
     try:
         text = ask(url, "metrics", api_key).decode()
         samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
-    except (OSError, ValueError) as error:
-        raise ValueError(f"live: {url}: {str(error) or type(error).__name__}") from error
+    except OSError as error:
+        raise fault("live", url, error) from error
+    except ValueError as error:
+        raise ValueError(f"live: {url}: {error}") from error
     found: Live = {}
     for model in sorted({one.labels["model"] for one in samples if one.name == "paceline_step_pace_count"}):
         mine = [one for one in samples if one.labels.get("model") == model]

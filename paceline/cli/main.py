@@ -1,5 +1,5 @@
 """The command `paceline`. Exit codes: 0 done, 2 bad input (one line names it), 1 anything else (one line names a
-file that could not be used)."""
+file that could not be used, or a server that could not answer)."""
 
 import sys
 from collections.abc import Callable

@@ -14,7 +14,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from paceline.cli import fleet_file
-from paceline.cli.ask import ask
+from paceline.cli.ask import ask, fault
 from paceline.cli.placement_file import load_placement, save_placement
 from paceline.cli.planning import DEFAULT_POLICY, FEWEST, Planned, check_file, drawn, names_of, planned, traffic
 from paceline.core.cluster import Placement
@@ -83,7 +83,7 @@ def plan(
                 known, heard = fetch(watch, api_key, Path(folder)), True
             except OSError as error:
                 if not heard:
-                    raise ValueError(f"watch: {watch}: {error}") from error
+                    raise fault("watch", watch, error) from error
                 errors.print(f"{watch}: {error}; trying again in {every:g} s", highlight=False, soft_wrap=True)
             else:
                 if known:
