@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -16,16 +16,13 @@ from typing import Annotated, Any
 
 import typer
 import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from paceline.batching import policies
 from paceline.batching.config import SchedulerConfig
 from paceline.cli import fleet_file
 from paceline.cli.accelerators import Accelerator, DType, KVDType, check, gpus
 from paceline.cli.deployment import Deployment
-from paceline.cli.fleet_file import Quantization
+from paceline.cli.fleet_file import FleetFile, Quantization
 from paceline.cli.groups import (
     Limits,
     devices_of,
@@ -38,13 +35,14 @@ from paceline.cli.groups import (
 )
 from paceline.cli.models import Model, find_models, is_fleet_file, paced
 from paceline.cli.placement_file import placement_json
-from paceline.cli.planning import check_file, names_of, planned
+from paceline.cli.planning import Planned, check_file, planned
 from paceline.cli.profile_cache import threads_of
 from paceline.cli.profile_file import PlanningProfile
 from paceline.cli.replan import WINDOW_S, Replanner
 from paceline.cli.sizes import parse_bytes
 from paceline.cli.sources import builtin_names
 from paceline.cli.spare import Spare
+from paceline.cli.startup import LoadingProgress, console, summary
 from paceline.core.cluster import Group, Placement
 from paceline.core.request import SLO
 from paceline.engine.host import device_bytes
@@ -54,9 +52,6 @@ from paceline.runtime.recent import Recent
 from paceline.server.app import ServedModel, ServerConfig, create_app
 from paceline.server.serve import bind
 from paceline.server.serve import serve as serve_http
-
-console = Console(stderr=True)
-
 
 DEFAULTS = FleetConfig()
 MOST_FILES = 1 << 16  # open at a time
@@ -120,33 +115,95 @@ def serve(
 
     Without SOURCE the built-in models. Example: paceline serve builtin:coder --port 8000
     """
+    composer = composer_of(policy, tbt_goal, async_scheduling)
+    maximum = token_budget or DEFAULTS.token_budget
+    sources = sources or [f"builtin:{name}" for name in builtin_names()]
+    file = fleet_file.load(Path(sources[0])) if is_fleet_file(sources) else None
+    places = read_placement(placement, file) if placement else None
+    slo = SLO(tbt=tbt_goal)
+    models = find_models(sources, served_model_name or [], quantization, slo, device, dtype, kv_cache_dtype)
+    if device != "cpu" and not (ray or devices_of(file, places)) and 0 < len(gpus()) < len(models):
+        places = in_turn([model.name for model in models], len(gpus()))
+    there = what_is_there(file, places, models, device, ray, threads, memory, profile, replan)
+    limits: Limits = {
+        "max_batch_tokens": composer.widest(SchedulerConfig(token_budget=maximum, max_batch=max_batch)),
+        "max_batch": max_batch,
+        "context": context,
+        "memory": parse_bytes(there.memory) if there.memory else None,
+        "num_blocks": num_blocks,
+        "threads": there.threads,
+    }
+    if replan and (there.devices is None or ray):
+        raise ValueError("replan: needs a fleet file with a cluster, or a placement, and goes without --ray")
+    check_file("record", record)
+    measured = PlanningProfile.load(profile) if profile else None
+    ahead = device != "cpu" and policy == DEFAULTS.policy if async_scheduling is None else async_scheduling
+    fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, async_scheduling=ahead, record=record)
+    server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
+    sizes = {
+        "--token-budget": max(2, maximum), "--max-batch": max_batch, "--context": context, "--memory": there.memory,
+        "--threads": there.threads,
+    }  # fmt: skip
+    told = {
+        "--profile": profile, "--threads": there.threads, "--policy": policy, "--token-budget": token_budget,
+        "--memory": limits["memory"] or there.left,
+    }  # fmt: skip
+    with listener(host, port) as sock:  # from now on: what follows may take minutes
+        models = budgeted(models, places, there, measured, maximum, token_budget is not None, words(sizes))
+        known, places = placement_for(file, places, there, profile, policy, token_budget)
+        groups = partial(
+            worker_groups, models, limits=limits, known=known, elsewhere=there.cluster is not None, room=there.left
+        )
+        started = groups(places)
+        if there.cluster and there.threads:
+            started = on_cluster(started, there.cluster, there.threads, file, device == "cuda")
+        if known:
+            told["--memory"] = known.cluster.memory
+        options = {
+            "file": Path(sources[0]), "options": words(told), "placement": places, "groups": groups,
+            "devices": there.size, "cluster": there.cluster,
+        }  # fmt: skip
+        beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
+        more_files()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            code = runner.run(run(models, started, fleet, server, sock, beside))
+    if there.cluster:
+        there.cluster.close()
+    sys.exit(code)
+
+
+def composer_of(policy: str, tbt_goal: float | None, ahead: bool | None) -> policies.Policy:
+    """Raises ValueError for a policy that there is not, or that cannot do what is asked."""
     composer = policies.policy(policy)
     if tbt_goal is not None and not composer.within_goals:
         able = ", ".join(sorted(name for name, one in policies.POLICIES.items() if one.within_goals))
         raise ValueError(f"tbt-goal: policy {policy!r} takes no notice of goals between tokens; {able} do")
-    if async_scheduling and policy != DEFAULTS.policy:
+    if ahead and policy != DEFAULTS.policy:
         raise ValueError(f"async-scheduling: policy {policy!r} composes no steps ahead; {DEFAULTS.policy} does")
-    maximum = token_budget or DEFAULTS.token_budget
-    slo = SLO(tbt=tbt_goal)
-    sources = sources or [f"builtin:{name}" for name in builtin_names()]
-    file = fleet_file.load(Path(sources[0])) if is_fleet_file(sources) else None
-    places = read_placement(placement, file) if placement else None
-    models = find_models(sources, served_model_name or [], quantization, slo, device, dtype, kv_cache_dtype)
+    return composer
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What there is for the workers, on this machine or on a Ray cluster."""
+
+    cluster: RayCluster | None
+    devices: int | None  # that models share; None: a worker each
+    size: int | None  # of the fleet's cluster: a placement may leave devices out
+    threads: int | None  # of each worker
+    memory: str | None  # likewise, if it is given
+    left: int | None  # bytes of a device where it is not
+
+
+def what_is_there(
+    file: FleetFile | None, places: Placement | None, models: list[Model], device: Accelerator, ray: str | None,
+    threads: int | None, memory: str | None, profile: Path | None, replan: float | None,
+) -> Resources:  # fmt: skip
+    """Raises ValueError where these models cannot run there as is asked."""
     devices = devices_of(file, places)
-    if device != "cpu" and not (ray or devices) and 0 < len(gpus()) < len(models):
-        places = in_turn([model.name for model in models], len(gpus()))
-        devices = devices_of(file, places)
     if not ray:
         check(device, devices or len(models))
-    if device != "cpu" and devices and not places:
-        raise ValueError("device: plans are made for CPUs; a fleet on GPUs needs --placement")
-    for one in models if devices and device == "cpu" else ():
-        auto = replace(one, dtype="auto")
-        if (one.precision, one.draft_precision) != (auto.precision, auto.draft_precision):
-            raise ValueError(
-                f"dtype: plans are made for auto, and {one.name!r} would be held in other numbers; where models share "
-                "devices only auto is valid for it"
-            )
+    check_devices(models, devices, device, places)
     if device != "cpu" and replan:
         raise ValueError("replan: is for CPUs; a GPU has no room for a group beside the one that it replaces")
     if profile and not (file and devices):
@@ -157,58 +214,47 @@ def serve(
     threads = threads or (cluster.cores(devices or len(models)) if cluster else threads_of(devices))
     if file and memory is None and file.cluster.memory != "auto":
         memory = str(file.cluster.memory)
-    # of the cluster: a placement may leave devices out
     size = file.cluster.devices if file and isinstance(file.cluster.devices, int) else devices
-    room = device_bytes(size) if size and not (memory or cluster) and device == "cpu" else None
-    limits: Limits = {
-        "max_batch_tokens": composer.widest(SchedulerConfig(token_budget=maximum, max_batch=max_batch)),
-        "max_batch": max_batch,
-        "context": context,
-        "memory": parse_bytes(memory) if memory else None,
-        "num_blocks": num_blocks,
-        "threads": threads,
-    }
-    if replan and (devices is None or ray):
-        raise ValueError("replan: needs a fleet file with a cluster, or a placement, and goes without --ray")
-    check_file("record", record)
-    sizes = {
-        "--token-budget": max(2, maximum), "--max-batch": max_batch, "--context": context, "--memory": memory,
-        "--threads": threads,
-    }  # fmt: skip
-    planning = devices is not None and places is None
-    measures = planning and profile is None
-    fixed, share = token_budget is not None, partial(quickest_share, places) if devices else lambda name: 1.0
-    measured = PlanningProfile.load(profile) if profile else None
-    ahead = device != "cpu" and policy == DEFAULTS.policy if async_scheduling is None else async_scheduling
-    fleet = FleetConfig(maximum, max_batch, max_waiting, policy=policy, async_scheduling=ahead, record=record)
-    server = ServerConfig(api_keys=tuple(api_key or ()), metrics_compat=metrics_compat)
-    given = words(sizes)
-    with listener(host, port) as sock:  # from now on: what follows may take minutes
-        models = [paced(one, maximum, fixed, threads, given, measures, share(one.name), measured) for one in models]
-        asked = profile, threads, size, memory or room, policy, token_budget
-        known = planned(file, *asked) if file and (planning or profile) else None
-        if planning and file and known:
-            with console.status("planning"):
-                places = plan(file, known)
-        groups = partial(worker_groups, models, limits=limits, known=known, elsewhere=cluster is not None, room=room)
-        started = groups(places)
-        if cluster and threads:
-            started = on_cluster(started, cluster, threads, file, device == "cuda")
-        told = {
-            "--profile": profile, "--threads": threads, "--policy": policy, "--token-budget": token_budget,
-            "--memory": known.cluster.memory if known else limits["memory"] or room,
-        }  # fmt: skip
-        options = {
-            "file": Path(sources[0]), "options": words(told), "placement": places, "groups": groups, "devices": size,
-            "cluster": cluster,
-        }  # fmt: skip
-        beside = partial(placed, every=replan, **options) if places and device == "cpu" else None
-        more_files()
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            code = runner.run(run(models, started, fleet, server, sock, beside))
-    if cluster:
-        cluster.close()
-    sys.exit(code)
+    left = device_bytes(size) if size and not (memory or cluster) and device == "cpu" else None
+    return Resources(cluster, devices, size, threads, memory, left)
+
+
+def check_devices(models: list[Model], devices: int | None, device: Accelerator, places: Placement | None) -> None:
+    """Raises ValueError for models that share devices of which plans know nothing."""
+    if device != "cpu" and devices and not places:
+        raise ValueError("device: plans are made for CPUs; a fleet on GPUs needs --placement")
+    for one in models if devices and device == "cpu" else ():
+        auto = replace(one, dtype="auto")
+        if (one.precision, one.draft_precision) != (auto.precision, auto.draft_precision):
+            raise ValueError(
+                f"dtype: plans are made for auto, and {one.name!r} would be held in other numbers; where models share "
+                "devices only auto is valid for it"
+            )
+
+
+def budgeted(
+    models: list[Model], places: Placement | None, there: Resources, given: PlanningProfile | None, maximum: int,
+    fixed: bool, options: list[str],
+) -> list[Model]:  # fmt: skip
+    """The models with their profiles and the budgets that follow (`paced`)."""
+    measures = there.devices is not None and places is None and given is None
+    share = partial(quickest_share, places) if there.devices else lambda name: 1.0
+    return [paced(one, maximum, fixed, there.threads, options, measures, share(one.name), given) for one in models]
+
+
+def placement_for(
+    file: FleetFile | None, places: Placement | None, there: Resources, profile: Path | None, policy: str,
+    token_budget: int | None,
+) -> tuple[Planned | None, Placement | None]:  # fmt: skip
+    """What is planned with, if anything is, and the placement: planned where models share devices and none is given."""
+    planning = there.devices is not None and places is None
+    if not file or not (planning or profile):
+        return None, places
+    known = planned(file, profile, there.threads, there.size, there.memory or there.left, policy, token_budget)
+    if planning:
+        with console.status("planning"):
+            places = plan(file, known)
+    return known, places
 
 
 def listener(host: str, port: int) -> socket.socket:
@@ -311,63 +357,3 @@ def served_models(models: list[Model], fleet: LocalFleet) -> dict[str, ServedMod
             model.name, model.tokenizer, context, int(time.time()), vocabulary, size, model.drafting.smooth
         )
     return served
-
-
-class LoadingProgress:
-    """One bar a model, which pulses until its weights are read; silent where nobody looks."""
-
-    def __init__(self, names: list[str]) -> None:
-        columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._tasks: dict[str, TaskID] = {name: self._progress.add_task(name, total=None) for name in names}
-
-    def __enter__(self) -> "LoadingProgress":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def update(self, name: str, done: int, total: int) -> None:
-        self._progress.update(self._tasks[name], completed=done, total=total)
-
-
-def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: str, seconds: float) -> None:
-    """What runs, in which memory, at which pace, where."""
-    table = Table(box=None, pad_edge=False)
-    sizes = ("context", "weights", "KV cache", "blocks", "planned peak", "token budget", "prediction error")
-    for column in ("model", "groups", *sizes):
-        table.add_column(column, justify="right" if column in sizes else "left")
-    statuses = {status.name: status for status in fleet.status()}
-    for model in models:
-        status, hosts = statuses[model.name], fleet.hosts(model.name)
-        shapes = " ".join(f"{number}{shape}" if shape.devices > 1 else str(number) for number, shape in hosts)
-        if info := status.info:
-            sizes = [f"{size / 2**20:,.0f} MiB" for size in (info.weight_bytes, info.kv_bytes, info.planned_bytes)]
-            blocks = f"{info.num_blocks} x {info.block_size}"
-            pace = pace_of(model, config)
-            table.add_row(status.name, shapes, str(info.context), sizes[0], sizes[1], blocks, sizes[2], *pace)
-        else:
-            table.add_row(status.name, shapes, "failed")
-    console.print(table)
-    if any(workers.parallel.devices > 1 for workers in fleet.workers):
-        console.print("groups: number (pipeline stages, tensor ranks)", highlight=False)
-    if unknown := [model.name for model in models if model.step_time is None]:
-        console.print(
-            f"no profile of {names_of(unknown)}: goals of requests (x-slo-ttft-ms, x-slo-tpot-ms) refuse nobody there; "
-            "a goal of the model, or paceline profile, makes one", highlight=False, soft_wrap=True,
-        )  # fmt: skip
-    whole = " (whole prompts for encoders)" if any(model.encoder for model in models) else ""
-    console.print(f"policy {config.policy}{whole}, at most {config.max_batch} sequences a step")
-    console.print(f"ready in {seconds:.1f} s at [bold]{url}/v1[/bold]  (Ctrl-C drains and ends)", highlight=False)
-
-
-def pace_of(model: Model, config: FleetConfig) -> tuple[str, str]:
-    """The budget in words, and what the profile's predictions are off by."""
-    budget, error = str(config.token_budget), ""
-    if model.profile and model.budget and policies.policy(config.policy).within_goals:
-        knee = f"knee {model.budget.knee}"
-        budget = f"{1e3 * model.budget.tbt:g} ms, {knee}" if model.budget.tbt else knee
-    if model.profile:
-        error = f"P50 {model.profile.error.p50:.1%}, P95 {model.profile.error.p95:.1%}"
-    return budget, error
