@@ -129,7 +129,6 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     rope: RopeConfig
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
@@ -310,7 +309,6 @@ def _parse(raw: dict[str, Any], generation: dict[str, Any], where: str) -> Model
         windows=_windows(keys, rules, layers),
         rope=rope,
         eos_ids=_token_ids(named_eos(generation, raw), "eos_token_id", where),
-        bos_id=next(iter(_token_ids(raw.get("bos_token_id"), "bos_token_id", where)), None),
         **_experts(keys, rules, layers),
     )
 

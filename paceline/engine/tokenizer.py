@@ -55,9 +55,9 @@ class Tokenizer:
         self._added = {token: entry.content for token, entry in added.items()}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
-        eos = self._role_id("eos_token")
+        named = self.special_tokens.get("eos_token")
+        eos = backend.token_to_id(named) if isinstance(named, str) else None
         self.eos_ids = tuple(dict.fromkeys([*eos_ids, *([] if eos is None else [eos])]))
-        self.bos_id = self._role_id("bos_token")
         parts = json.loads(backend.to_str())
         kinds = _kinds(parts["decoder"])
         self.byte_level = kinds == ["ByteLevel"]
@@ -126,10 +126,6 @@ class Tokenizer:
         if byte:
             return bytes([int(byte[1], 16)])
         return (text.replace("\u2581", " ") if self._spaced else text).encode()
-
-    def _role_id(self, role: str) -> int | None:
-        content = self.special_tokens.get(role)
-        return self._backend.token_to_id(content) if isinstance(content, str) else None
 
 
 class Detokenizer:

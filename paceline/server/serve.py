@@ -135,7 +135,6 @@ async def serve(
     fleet: Fleet,
     sock: socket.socket,
     *,
-    access_log: bool = False,
     on_started: Callable[[str], None] = lambda url: None,
 ) -> bool:
     """Serves until SIGTERM or SIGINT, then drains: new requests get 503 and /ready says so, running ones end.
@@ -145,7 +144,7 @@ async def serve(
     """
     url = url_of(sock)
     _share(sock, True)
-    server = _Server(_configure(app, access_log))
+    server = _Server(_configure(app))
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
@@ -164,14 +163,14 @@ async def serve(
         await app.state.api.close()
 
 
-def _configure(app: FastAPI, access_log: bool) -> uvicorn.Config:
+def _configure(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=BoundedProtocol,
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=access_log,
+        access_log=False,
         proxy_headers=False,
         server_header=False,
         backlog=BACKLOG,

@@ -18,7 +18,7 @@ def config(window: int | None = None, heads: int = 6, kv_heads: int = 2, dims: i
     return ModelConfig(
         architecture="LlamaForCausalLM", vocab_size=50, hidden=48, intermediate=64, layers=2, heads=heads,
         kv_heads=kv_heads, head_dim=dims, norm_eps=1e-6, max_context=512, tied=True, qkv_bias=False, out_bias=False,
-        mlp_bias=False, qk_norm=False, windows=(window, window), rope=RopeConfig(), eos_ids=(2,), bos_id=None,
+        mlp_bias=False, qk_norm=False, windows=(window, window), rope=RopeConfig(), eos_ids=(2,),
     )  # fmt: skip
 
 

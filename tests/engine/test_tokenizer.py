@@ -202,7 +202,6 @@ def test_load_reads_the_neighbours(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     end_id = tokenizer.encode("<|end|>", False)
     assert tokenizer.eos_ids == (7, 9, *end_id)
-    assert [tokenizer.bos_id] == tokenizer.encode("<|bos|>", False)
     assert tokenizer.special_tokens == {"bos_token": "<|bos|>", "eos_token": "<|end|>"}
     assert tokenizer.chat_template == "D"
     (tmp_path / "chat_template.jinja").write_text("J")
@@ -215,7 +214,7 @@ def test_load_of_a_lone_tokenizer(tmp_path: Path) -> None:
     backend.enable_padding(length=9)
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer.load(tmp_path)
-    assert (tokenizer.eos_ids, tokenizer.bos_id, tokenizer.chat_template) == ((), None, None)
+    assert (tokenizer.eos_ids, tokenizer.chat_template) == ((), None)
     assert len(tokenizer.encode("cat cat cat", True)) > 9
     assert tokenizer.encode("é", True)[0] == 1
     assert tokenizer.encode("é", False)[0] != 1
