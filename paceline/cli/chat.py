@@ -34,7 +34,7 @@ def chat(
     history: list[dict[str, str]] = []
     console = Console(stderr=True)
     if not message:
-        console.print(f"[dim]{model} at {url}; Ctrl-D ends[/dim]")
+        console.print(f"{model} at {url}; Ctrl-D ends", style="dim", markup=False, highlight=False, soft_wrap=True)
     while (line := message or _ask()) is not None:
         if not line:
             continue
@@ -67,14 +67,20 @@ class Client:
             raise ValueError(f"url: {url!r} is not like http://HOST:PORT")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._connect = lambda: kind(parts.hostname or "", parts.port, timeout=600)
-        self._url, self._prefix = url, parts.path.rstrip("/")
+        self._url, self._prefix = url, parts.path.rstrip("/").removesuffix("/v1")
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
         )
 
     def models(self) -> list[str]:
         with self._send("GET", "/v1/models") as response:
-            return [model["id"] for model in json.load(response)["data"]]
+            try:
+                found = [str(model["id"]) for model in json.load(response)["data"]]
+            except (ValueError, KeyError, TypeError):
+                found = []
+        if not found:
+            raise ValueError(f"url: no list of models at {self._url}")
+        return found
 
     def stream(self, request: dict[str, object]) -> Iterator[str]:
         """Text of the answer, piece by piece."""

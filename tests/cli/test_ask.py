@@ -1,5 +1,6 @@
 """Commands that ask a server end with 1 where it cannot answer, and with 2 where they asked for what it has not."""
 
+import io
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,9 @@ COMMANDS = {
 STREAMS = {
     "cut": 'data: {"choices": [{"delta": {"content": "so far"}}]}\n\n',
     "fault": 'data: {"error": {"message": "the worker is gone"}}\n\n',
+    "whole": 'data: {"choices": [{"delta": {"content": "all of it"}}]}\n\ndata: [DONE]\n\n',
+    "none": '{"data": []}',
+    "list": "[]",
 }
 
 
@@ -41,14 +45,17 @@ class Answer(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
 
 
-@pytest.mark.parametrize(("status", "code"), [(500, 1), (503, 1), (429, 1), (401, 2), (404, 2)])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "status", "code"),
+    [(command, *one) for command in COMMANDS for one in ((503, 1), (404, 2))]
+    + [("chat", 500, 1), ("chat", 429, 1), ("chat", 401, 2)],
+)
 def test_whose_fault_it_is(command, status, code, url, tmp_path):
     (tmp_path / "trace.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,a,3,2\n")
     (tmp_path / "fleet.yaml").write_text("models:\n  - {name: a, source: builtin:coder}\n")
@@ -63,6 +70,27 @@ def test_whose_fault_it_is(command, status, code, url, tmp_path):
 def test_an_answer_that_does_not_come_to_its_end(stream, words, url):
     done = paceline(*CHAT, f"{url}/{stream}")
     assert done.returncode == 1 and done.stderr == f"paceline: {url}/{stream}: {words}\n"
+
+
+@pytest.mark.parametrize("path", ["whole", "whole/v1", "whole/v1/"])
+def test_the_url_may_be_the_apis(path, url, monkeypatch):
+    """As `serve` prints it."""
+    asked = []
+    monkeypatch.setattr(Answer, "log_message", lambda self, *_: asked.append(self.path))
+    done = paceline(*CHAT, f"{url}/{path}")
+    assert (done.returncode, done.stdout, asked) == (0, "all of it\n", ["/whole/v1/chat/completions"]), done.stderr
+
+
+@pytest.mark.parametrize("models", ["none", "list"])
+def test_who_has_no_models(models, url):
+    done = paceline("chat", "x", "--url", f"{url}/{models}")
+    assert done.returncode == 2 and done.stderr == f"paceline: url: no list of models at {url}/{models}\n"
+
+
+def test_names_are_no_markup(url, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    done = paceline("chat", "--model", "a[/x]", "--url", url)
+    assert done.returncode == 0 and done.stderr == f"a[/x] at {url}; Ctrl-D ends\n"
 
 
 def test_who_does_not_speak_http(url, monkeypatch):
