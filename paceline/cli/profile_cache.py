@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from paceline import __version__
 from paceline.cli.accelerators import Accelerator, DType, KVDType, gpu_name
+from paceline.engine.host import cores
 from paceline.engine.precision import precision
 from paceline.latency.profile import Percentiles, Profile
 
@@ -49,7 +50,7 @@ class ProfileFile(msgspec.Struct, frozen=True):
 
 def threads_of(devices: int | None) -> int | None:
     """Of each worker, where workers share the cores that this process may have."""
-    return devices and max(1, len(os.sched_getaffinity(0)) // devices)
+    return devices and max(1, cores() // devices)
 
 
 MEASURED = 7  # changes when steps do: all of one is one call, drafts are, weights stay bfloat16

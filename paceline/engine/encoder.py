@@ -267,8 +267,7 @@ class EncoderRunner:
         context = context or config.max_context
         num_blocks = num_blocks or max_batch * -(-context // block_size)
         checkpoint = Checkpoint(path)
-        if threads is not None:
-            torch.set_num_threads(threads)
+        machine.use_threads(threads)
         kind = best_kind(device, quantization)
         _warm_up(kind, device)
         place, held = peers.place if peers else Place(), 0

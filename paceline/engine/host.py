@@ -1,5 +1,6 @@
-"""How much memory this process and this machine have. Without torch, which takes memory of both."""
+"""How much memory and how many cores this process and this machine have. Without torch, which takes memory of both."""
 
+import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -17,14 +18,30 @@ def free_bytes() -> int:
     return min([free, *filter(None, map(_left, _groups()))])
 
 
-def _groups() -> list[Path]:
-    """The control group of this process, and those that it is in."""
-    file, own = Path("/proc/self/cgroup"), ""
+def cores() -> int:
+    """Those that this process may use at a time, under its control groups' quotas of their time too."""
+    quotas = map(_quota, [*_groups(), *_groups("cpu")])
+    return min([len(os.sched_getaffinity(0)), *filter(None, quotas)])
+
+
+def _groups(controller: str = "") -> list[Path]:
+    """The control group of this process, and those that it is in: of version 2, or of a controller of version 1."""
+    file, root, own = Path("/proc/self/cgroup"), CGROUP / controller, ""
     if file.exists():
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-        own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    group = CGROUP / own
-    return [group, *(one for one in group.parents if one.is_relative_to(CGROUP))]
+        known = (line.split(":", 2) for line in lines)
+        own = next((path.removeprefix("/") for _, names, path in known if controller in names.split(",")), "")
+    group = root / own
+    return [group, *(one for one in group.parents if one.is_relative_to(root))]
+
+
+def _quota(group: Path) -> int | None:
+    """Cores that its quota is worth, rounded up. None without one."""
+    files = (group / name for name in ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    numbers = " ".join(file.read_text(encoding="ascii") for file in files if file.exists()).split()
+    if len(numbers) < 2 or not numbers[0].isdigit():  # "max" or -1
+        return None
+    return max(1, -(-int(numbers[0]) // int(numbers[1])))
 
 
 def _left(group: Path) -> int | None:

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 
 from paceline.engine.config import ModelError
+from paceline.engine.host import cores
 
 Call = Callable[[], object]
 
@@ -116,3 +117,11 @@ def require(device: str) -> None:
     """Raises ModelError where torch sees no such device."""
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ModelError(f"device: torch {torch.__version__} sees no CUDA device here; valid is cpu")
+
+
+def use_threads(threads: int | None) -> None:
+    """Has torch use so many; None: as many as it would, but no more than there are cores."""
+    if threads is None and torch.get_num_threads() > cores():
+        threads = cores()
+    if threads is not None:
+        torch.set_num_threads(threads)

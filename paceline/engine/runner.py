@@ -129,8 +129,7 @@ class ModelRunner:
         kinds = list(zip(models.parts, models.precisions, strict=True))
         if device != "cpu":
             block_size = gpu.block_size(device, [(kv_dtype(kind), part.config.head_dim) for part, kind in kinds])
-        if threads is not None:
-            torch.set_num_threads(threads)
+        machine.use_threads(threads)
         for part, kind in kinds:
             if part.layers:
                 _warm_up(part.config, block_size, device, kv_dtype(kind))

@@ -8,16 +8,19 @@ import torch  # noqa: F401  # before Numba's threads start, so that both use tor
 from llvmlite import binding, ir
 from numba import njit, types
 from numba.extending import intrinsic
+from numba.np.ufunc import parallel
 
 from paceline import compiled, processor
 from paceline.compiled import watched
 from paceline.engine import addresses
+from paceline.engine.host import cores
 from paceline.processor import HAS_AMX, HAS_AVX512, HAS_VNNI, PROCESSOR, X86_64
 
 if not X86_64:
     raise ImportError("these kernels are written for x86-64")  # torch's operators take their place
 binding.initialize_native_asmparser()
 numba.config.THREADING_LAYER = "omp"
+parallel.NUM_THREADS = min(cores(), parallel.NUM_THREADS)  # Numba knows nothing of quotas
 STARTED = numba.get_num_threads()  # starts them: a ValueError here and now where that layer cannot be had
 
 # what kernels are made of: Numba would look at a kernel's own file only to see whether what it kept is out of date
