@@ -230,7 +230,7 @@ class Controller:
             reason = "id: taken by another request"
         if reason:
             return [Event("rejected", now, index, request.id, detail=reason)]
-        if not admitted and (late := self._late(group, request, expected)):
+        if not admitted and (late := self._late(group, request, expected, now)):
             return [Event("rejected", now, index, request.id, detail=late)]
         self.sequences[request.id] = index, group.scheduler.add(request)
         self._touch(index)
@@ -255,13 +255,14 @@ class Controller:
             chosen = reasons.index(FULL)
         return hosts[chosen], reasons[chosen], expected[chosen]
 
-    def _late(self, group: GroupState, request: Request, expected: float) -> Unreachable | None:
-        """Which goal the group cannot meet, with its first token expected then."""
+    def _late(self, group: GroupState, request: Request, expected: float, now: float) -> Unreachable | None:
+        """Which goal the group cannot meet, with its first token expected in so many seconds (0: nobody knows)."""
         budget, (ttft, tbt) = group.config.budget, (request.slo.ttft, request.slo.tbt)
         if expected == NONE:
             goal = min(one for one in (budget.tbt if budget else None, tbt) if one is not None)
             return Unreachable("tbt", group.scheduler.between_tokens(request), goal)
-        return Unreachable("ttft", expected, ttft) if ttft is not None and expected > ttft else None
+        whole = now - request.arrival + expected
+        return Unreachable("ttft", whole, ttft) if ttft is not None and expected and whole > ttft else None
 
     def _expected(self, group: int, request: Request, now: float) -> float:
         """Seconds until its first token, with the turns of the others on the group's device."""

@@ -5,11 +5,12 @@ from collections import Counter, deque
 
 import pytest
 
+from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch
 from paceline.core.events import Back, Cancel, Complete, Lost, Retire, Submit
-from paceline.core.request import Request
+from paceline.core.request import SLO, Request
 from paceline.simulator.driver import FixedOutputs
 
 LIMITS = SchedulerConfig(token_budget=12, max_batch=6, block_size=4, num_blocks=24)
@@ -82,6 +83,19 @@ def test_a_group_that_is_lost_for_good_gives_its_place_to_others_on_the_device()
     assert [e.kind for e in events] == ["retired", "rejected"], "nobody has the model any more"
     assert [e.kind for e in controller.turn([Cancel("a")], 1.0)[0]] == ["cancelled"]
     assert set(controller.sequences) == {"b"}
+
+
+def test_a_goal_for_the_first_token_counts_from_the_arrival():
+    """Not from when the controller hears of the request, whose prompt has been encoded meanwhile."""
+    budget = GoalBudget((0.1,) * 13, (0.0,) * 6, 1, 12, 12)
+    for heard, kind in ((0.0, "accepted"), (0.3, "accepted"), (0.5, "rejected")):
+        controller = Controller([GroupConfig(("a",), LIMITS, budget=budget, admission=True)])
+        request = Request("x", 3, 2, 0.0, "a", SLO(ttft=0.5))
+        event = controller.turn([Submit(request)], heard)[0][0]
+        assert event.kind == kind, heard
+    assert (event.detail.what, event.detail.goal) == ("ttft", 0.5) and event.detail.expected >= 0.6
+    controller = Controller([GroupConfig(("a",), LIMITS, admission=True)])
+    assert controller.turn([Submit(request)], 9.0)[0][0].kind == "accepted", "nobody knows how long it takes"
 
 
 @pytest.mark.parametrize("slots", [None, 1], ids=["all", "by need"])

@@ -141,12 +141,14 @@ class Fleet(Protocol):
         namespace: str = "",
         slo: SLO = NO_SLO,
         admitted: bool = False,
+        arrival: float | None = None,
     ) -> str:
         """Queues one sequence and returns its id. Raises `Overloaded`, `Unavailable`, `TooLong`,
         `GoalUnreachable` or KeyError (model).
 
         `namespace` separates prefix caches (one per API key). Prompt log-probabilities switch prefix hits off.
-        `admitted`: it belongs to a request that was accepted; neither a full queue nor a drain refuses it.
+        `admitted`: it belongs to a request that was accepted; neither a full queue nor a drain refuses it. `arrival`:
+        when the request came, by `time.monotonic`, and its goal for the first token counts from; None: now.
         """
         ...
 

@@ -294,6 +294,7 @@ class LocalFleet:
         namespace: str = "",
         slo: SLO = NO_SLO,
         admitted: bool = False,
+        arrival: float | None = None,
     ) -> str:
         hosts = self._hosts[model]
         if (self.draining and not admitted) or self.driver is None:
@@ -313,14 +314,13 @@ class LocalFleet:
             slo = replace(slo, ttft=group.config.slo.ttft)
         handle = next(self._ids)
         hasher = BlockHasher(f"{model}/{namespace}", group.info.block_size)
-        seq = RunningSequence(f"{handle}", handle, tokens, params, sink, group.config.eos_ids, hasher)
+        arrival = time.monotonic() if arrival is None else arrival
+        seq = RunningSequence(f"{handle}", handle, tokens, params, sink, group.config.eos_ids, hasher, arrival)
         draft = max(0 if one.undrafted else one.config.max_draft_tokens for one in able)
         if params.max_draft_tokens is not None:
             draft = min(draft, params.max_draft_tokens)
         prefix = () if group.config.one_shot else seq.prefix
-        request = Request(
-            seq.id, len(tokens), params.max_tokens, time.monotonic(), model, slo, prefix, draft, params.kind
-        )
+        request = Request(seq.id, len(tokens), params.max_tokens, arrival, model, slo, prefix, draft, params.kind)
         self.sequences[seq.id] = seq
         self.driver.post(Submit(request, admitted))
         refusal = next((e for e in self.driver.flush() if e.kind == "rejected" and e.request == seq.id), None)

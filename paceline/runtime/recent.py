@@ -70,7 +70,7 @@ class Recent:
         if seq is None or event.group < 0:
             return
         model = self.fleet.groups[event.group].config
-        asked = Asked(event.time, model.name, seq.num_prompt, 0 if model.one_shot else -1)
+        asked = Asked(seq.arrival, model.name, seq.num_prompt, 0 if model.one_shot else -1)
         if event.kind == "rejected":
             self._rows.append(asked)
         else:

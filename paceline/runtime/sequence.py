@@ -53,6 +53,7 @@ class RunningSequence:
         sink: Sink,
         eos_ids: Seq[int],
         hasher: BlockHasher,
+        arrival: float = 0.0,
     ) -> None:
         self.id = id
         self.handle = handle  # the worker's name for it
@@ -60,6 +61,7 @@ class RunningSequence:
         self.num_prompt = len(tokens)
         self.params = params
         self.sink = sink
+        self.arrival = arrival
         self.stops = params.stops(eos_ids)
         self.cacheable = params.prompt_logprobs is None  # every prompt position must be computed for its logits
         self.hasher = hasher

@@ -342,7 +342,8 @@ def _route_names(app: FastAPI) -> Callable[[str], str]:
 
 
 def _caller(request: Request) -> Caller:
-    return Caller(request.scope.get("state", {}).get("namespace", ""), slo(request.headers))
+    state = request.scope["state"]
+    return Caller(state.get("namespace", ""), slo(request.headers), state["arrival"])
 
 
 def _new_id(kind: str) -> str:

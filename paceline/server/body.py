@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 from fastapi import Request
@@ -13,7 +14,8 @@ MAX_KEYS = 4096  # of an object: more than any field takes
 
 
 async def read_json(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object in the body of `request`, of at most `limit` bytes.
+    """The JSON object in the body of `request`, of at most `limit` bytes. When all of it has come is noted in the
+    request's state as `arrival`.
 
     Raises `ApiError`: 415 for another content type, 413 over the limit, 408 when it does not arrive, 400 for what is
     not one strict JSON object in UTF-8 (no NaN, no duplicate key, no lone surrogate, no more than 4,096 keys).
@@ -24,6 +26,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
             body = await _read(request, limit)
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {READ_TIMEOUT:.0f} s", code="timeout") from None
+    request.state.arrival = time.monotonic()
     return parse_object(body)
 
 

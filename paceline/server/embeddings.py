@@ -78,7 +78,8 @@ class Embeddings:
 
         Raises `ApiError`.
         """
-        options = {"namespace": self._caller.namespace, "slo": self._caller.slo}
+        caller = self._caller
+        options = {"namespace": caller.namespace, "slo": caller.slo, "arrival": caller.arrival}
         try:
             for n, one in enumerate(self.inputs):
                 if n % TURN == TURN - 1:
@@ -86,7 +87,7 @@ class Embeddings:
                 if self._event.is_set():  # one has failed, or the client has left
                     return
                 one.id = self._fleet.submit(self.model, one.tokens, ONE_STEP, one, admitted=n > 0, **options)
-                self._metrics.admitted(one.id, self.model, len(one.tokens), generates=False)
+                self._metrics.admitted(one.id, self.model, len(one.tokens), caller.arrival, generates=False)
         except Rejected as error:
             raise from_rejection(error) from None
         except KeyError:

@@ -54,6 +54,7 @@ class Job:
     namespace: str = ""
     slo: SLO = NO_SLO
     smooth: bool = False  # a stream whose tokens go out evenly (`playout`)
+    arrival: float | None = None  # of the request (`Fleet.submit`)
 
 
 class Entry(NamedTuple):
@@ -379,10 +380,11 @@ class Generation:
         if nth := choice.index % self.job.n:
             known = None if choice.prompt_logprobs else params.prompt_logprobs
             params = replace(params, choice=nth, prompt_logprobs=known)
-        options = {"namespace": self.job.namespace, "slo": self.job.slo, "admitted": admitted}
-        choice.id = self._fleet.submit(self.job.model, tokens, params, choice, **options)
+        job = self.job
+        options = {"namespace": job.namespace, "slo": job.slo, "admitted": admitted, "arrival": job.arrival}
+        choice.id = self._fleet.submit(job.model, tokens, params, choice, **options)
         choice.submitted = True
-        self._metrics.admitted(choice.id, self.job.model, len(tokens))
+        self._metrics.admitted(choice.id, job.model, len(tokens), job.arrival)
 
     def _submit_siblings(self, first: Choice) -> None:
         for choice in self.choices[first.index + 1 : first.index + self.job.n]:

@@ -198,12 +198,15 @@ class Metrics:
 
     # From the routes
 
-    def admitted(self, id: str, model: str, prompt_tokens: int, generates: bool = True) -> None:
-        """The fleet took a sequence: from now on its times count for `model`."""
+    def admitted(
+        self, id: str, model: str, prompt_tokens: int, arrival: float | None = None, generates: bool = True
+    ) -> None:
+        """The fleet took a sequence: from now on its times count for `model`, since its request's `arrival`."""
         metrics = self.models[model]
         metrics.prompt_tokens += prompt_tokens
-        if id in self._open:
-            self._open[id].model, self._open[id].generates = metrics, generates
+        if known := self._open.get(id):
+            known.model, known.generates = metrics, generates
+            known.arrival = known.arrival if arrival is None else arrival
 
     def ended(self, model: str, reason: str) -> None:
         """A sequence is over: "stop", "length", "abort" (not wanted any more) or "error"."""

@@ -40,10 +40,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks, and how fast it must be."""
+    """Who asks, how fast it must be, and when all of the request had come (`time.monotonic`)."""
 
     namespace: str
     slo: SLO
+    arrival: float
 
 
 async def encode(
@@ -202,4 +203,5 @@ async def _job(
     )
     params = sampling_params(request, max_tokens)
     smooth = model.smooth and request.stream and request.speculation.smooth and params.max_draft_tokens != 0
-    return Job(model.name, model.tokenizer, prompts, request.n, params, options, caller.namespace, caller.slo, smooth)
+    own = caller.namespace, caller.slo, smooth, caller.arrival
+    return Job(model.name, model.tokenizer, prompts, request.n, params, options, *own)

@@ -41,13 +41,14 @@ async def test_recent_traffic_is_a_trace_and_what_was_refused_is_in_it():
         sinks = [Collector() for _ in range(3)]
         fleet.submit("a", [1] * 7, SamplingParams(max_tokens=4), sinks[0])
         await sinks[0].done.wait()
+        came = time.monotonic()
         fleet.submit("b", [1] * 5, SamplingParams(max_tokens=50), sinks[1])
-        fleet.submit("a", [1] * 9, SamplingParams(max_tokens=6), sinks[2])
+        fleet.submit("a", [1] * 9, SamplingParams(max_tokens=6), sinks[2], arrival=came)
         await asyncio.gather(*(sink.done.wait() for sink in sinks))
         trace = recent.trace()
         assert trace.arrivals[0] == 0 and (np.diff(trace.arrivals) > 0).all()
         rows = zip([trace.names[m] for m in trace.models], trace.prompts.tolist(), trace.outputs.tolist(), strict=True)
-        assert list(rows) == [("a", 7, 4), ("b", 5, 50), ("a", 9, 6)]
+        assert list(rows) == [("a", 7, 4), ("a", 9, 6), ("b", 5, 50)], "by arrival, not by submission"
         busy, waits, refused = Collector(), Collector(), SamplingParams(max_tokens=3)
         fleet.submit("a", [1], SamplingParams(max_tokens=90), busy)
         fleet.submit("a", [1], SamplingParams(max_tokens=2), waits)

@@ -32,6 +32,7 @@ class Running:
     sink: Sink
     namespace: str
     slo: SLO
+    arrival: float | None
     generated: int = 0
     prompt_sent: bool = False
 
@@ -97,6 +98,7 @@ class FakeFleet:
         namespace: str = "",
         slo: SLO = NO_SLO,
         admitted: bool = False,
+        arrival: float | None = None,
     ) -> str:
         context = self.models[model]
         if self.draining and not admitted:
@@ -110,7 +112,7 @@ class FakeFleet:
         if len(tokens) + params.max_tokens * (model not in self.encoders) > context:
             raise TooLong("too long for the cache")
         self._count += 1
-        seq = Running(f"{self._count}", model, list(tokens), params, sink, namespace, slo)
+        seq = Running(f"{self._count}", model, list(tokens), params, sink, namespace, slo, arrival)
         self.running[seq.id] = seq
         self.submitted.append(seq)
         self._tell("accepted", seq)

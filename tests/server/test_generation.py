@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,6 +117,27 @@ async def test_the_first_choice_comes_before_its_siblings(tokenizer: Tokenizer) 
         await asyncio.wait_for(client.task, 5)
         assert sorted(s.params.choice for s in server.fleet.submitted) == [0, 0, 1, 1, 2, 2]
         assert len({s.params.seed for s in server.fleet.submitted}) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [*PATHS, ("/v1/completions", {"prompt": ["a", "b"]}), ("/v1/embeddings", {"input": ["a", "b"]})]
+)
+async def test_a_request_came_before_its_prompt_was_encoded(
+    tokenizer: Tokenizer, path: str, body: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all its sequences, by one look at the clock."""
+    done, encode = list[str](), Tokenizer.encode
+    clock = SimpleNamespace(monotonic=lambda: done.append("clock") or float(len(done)))
+    monkeypatch.setattr("paceline.server.body.time", clock)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *arguments: done.append("encode") or encode(*arguments))
+    models = {"tiny": 4 if "embeddings" in path else None}
+    async with in_process(tokenizer, models=models) as server:
+        answer = await server.client.post(path, json=body | ({} if "input" in body else {"max_tokens": 2}))
+        assert answer.status_code == 200 and done.index("clock") == 0 and done.count("clock") == 1 < len(done)
+        assert len(server.fleet.submitted) > 1 and {s.arrival for s in server.fleet.submitted} == {1.0}
+        [first_token] = [one.first_token for one in server.app.state.api.metrics.models.values() if one.prompt_tokens]
+        late = asyncio.get_running_loop().time() - 1.0
+        assert first_token.sum == pytest.approx(len(server.fleet.submitted) * late, rel=0.1)
 
 
 @pytest.mark.parametrize(

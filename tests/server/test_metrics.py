@@ -33,7 +33,7 @@ def observed() -> Metrics:
     metrics = Metrics()
     metrics.on_events([Event("accepted", 1.0, 0, "a"), Event("accepted", 1.0, 0, "b")])
     metrics.admitted("a", "tiny", 10)
-    metrics.admitted("b", "tiny", 20)
+    metrics.admitted("b", "tiny", 20, 0.75)
     metrics.on_events([Event("started", 1.1, 0, "0", 2), tokens(1.3, a=1)])
     metrics.on_step(StepRecord(0, 1.3, 30, 2, 8, 0.2, 0.01, 0.001, 0.002, 0.003))
     metrics.on_events([Event("preempted", 1.35, 0, "b"), tokens(1.5, a=2, b=1)])
@@ -52,7 +52,7 @@ def test_what_is_counted(vllm: bool) -> None:
     assert found[f"paceline_num_preemptions_total{tiny}"] == 1
     assert found["paceline_request_success_total{finished_reason=length}{model=tiny}"] == 1
     assert found[f"paceline_time_to_first_token_seconds_count{tiny}"] == 2
-    assert found[f"paceline_time_to_first_token_seconds_sum{tiny}"] == pytest.approx(0.8)
+    assert found[f"paceline_time_to_first_token_seconds_sum{tiny}"] == pytest.approx(0.3 + 0.75)
     assert found[f"paceline_inter_token_seconds_count{tiny}"] == 2
     assert found[f"paceline_inter_token_seconds_sum{tiny}"] == pytest.approx(0.2)
     assert found["paceline_inter_token_seconds_bucket{le=0.1}{model=tiny}"] == 2
