@@ -2,11 +2,15 @@
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
+from paceline.batching.pace import LONGER
+from paceline.batching.state import WAITS
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch
 from paceline.core.events import Back, Cancel, Complete, Lost, Retire, Submit
@@ -85,6 +89,16 @@ def test_a_group_that_is_lost_for_good_gives_its_place_to_others_on_the_device()
     assert set(controller.sequences) == {"b"}
 
 
+def sharing(slots: int | None, *devices: int) -> tuple[Controller, FixedOutputs, Callable[[int], float]]:
+    """Groups of a, and one of b on the first one's device; and what a group expects to wait for others' turns."""
+    budget = GoalBudget((0.1,) * 13, (0.0,) * 6, 1, 12, 12)
+    groups = [GroupConfig(("a",), LIMITS, budget=budget, device=device, slots=slots) for device in devices]
+    b = replace(groups[0], models=("b",), resident=slots is None)
+    controller = Controller([*groups, b])
+    waits = [group.scheduler.state.factors for group in controller.groups]
+    return controller, FixedOutputs({"x": 9, "y": 1}), lambda group: float(waits[group][WAITS])
+
+
 def test_a_goal_for_the_first_token_counts_from_the_arrival():
     """Not from when the controller hears of the request, whose prompt has been encoded meanwhile."""
     budget = GoalBudget((0.1,) * 13, (0.0,) * 6, 1, 12, 12)
@@ -96,6 +110,45 @@ def test_a_goal_for_the_first_token_counts_from_the_arrival():
     assert (event.detail.what, event.detail.goal) == ("ttft", 0.5) and event.detail.expected >= 0.6
     controller = Controller([GroupConfig(("a",), LIMITS, admission=True)])
     assert controller.turn([Submit(request)], 9.0)[0][0].kind == "accepted", "nobody knows how long it takes"
+
+
+def of_model(model: str, id: str, now: float) -> Submit:
+    return Submit(Request(id, 3, 9, now, model))
+
+
+def test_others_turns_are_learnt_and_not_how_long_workers_were_away():
+    controller, outputs, waits = sharing(None, 0)
+    _, (batch,) = controller.turn([of_model("a", "x", 0.0)], 0.0)
+    _, (other,) = controller.turn([of_model("b", "y", 1.0), Complete(0, batch.id, outputs(batch))], 1.0)
+    _, (batch,) = controller.turn([Complete(1, other.id, outputs(other))], 1.5)
+    assert (other.group, batch.group, waits(0)) == (1, 0, pytest.approx(0.5 * LONGER))
+    learnt = waits(0)
+    controller.turn([Lost(0), Lost(1)], 1.625)
+    _, (batch,) = controller.turn([Back(0), Back(1)], 1.875)
+    assert (batch.group, waits(0)) == (0, learnt)
+    _, (batch,) = controller.turn([Complete(0, batch.id, outputs(batch))], 3.0)
+    assert waits(0) < learnt, "the next step began at once"
+
+
+def test_how_long_a_model_was_away_for_another_is_no_wait_for_turns():
+    controller, outputs, waits = sharing(1, 0)
+    _, (batch,) = controller.turn([of_model("a", "x", 0.0)], 0.0)
+    controller.turn([of_model("b", "y", 1.0)], 1.0)
+    events, _ = controller.turn([Complete(0, batch.id, outputs(batch))], 3.0)
+    assert [e.kind for e in events if e.kind in ("load", "unload")] == ["unload", "load"]
+    _, (other,) = controller.turn([Back(1)], 3.25)
+    controller.turn([Complete(1, other.id, outputs(other))], 3.5)
+    _, (batch,) = controller.turn([Back(0)], 3.75)
+    assert (batch.group, batch.requests, waits(0)) == (0, ["x"], 0.0)
+
+
+def test_who_comes_from_a_lost_group_has_not_waited_for_turns_here():
+    controller, outputs, waits = sharing(None, 0, 1)
+    (_, (a,)), (_, (b,)) = (controller.turn([of_model("a", id, now)], now) for id, now in (("x", 0.0), ("y", 0.5)))
+    assert (a.group, b.group) == (0, 1)
+    controller.turn([Complete(1, b.id, outputs(b))], 1.0)
+    _, (batch,) = controller.turn([Lost(0)], 1.5)
+    assert (batch.group, batch.requests, waits(1)) == (1, ["x"], 0.0)
 
 
 @pytest.mark.parametrize("slots", [None, 1], ids=["all", "by need"])

@@ -52,6 +52,7 @@ from paceline.batching.state import (
     RESERVES,
     RESTING,
     RUNNING,
+    SEEN,
     SLICES,
     SLOT,
     SPARE,
@@ -366,7 +367,7 @@ def preempt(s: State, slot: int) -> None:
 def reset(s: State) -> None:
     """The KV cache is lost: everything starts over, and no cached prefix is left."""
     now = s.now
-    now[FLYING] = now[LOST] = 0
+    now[FLYING] = now[LOST] = now[SEEN] = 0
     now[ENTERING] = -1
     for k in range(s.limits[PIPELINE]):
         s.clocks[k] = 0.0

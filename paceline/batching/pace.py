@@ -19,7 +19,6 @@ says how busy that is.
 import math
 
 from paceline.batching.state import (
-    ARRIVAL,
     AT,
     BEGIN,
     BESIDE,
@@ -29,6 +28,7 @@ from paceline.batching.state import (
     MARGIN,
     PACE,
     RESTED,
+    SEEN,
     SHARE,
     SHARED,
     SLICES,
@@ -39,6 +39,7 @@ from paceline.batching.state import (
     State,
 )
 from paceline.compiled import F64, I64, VOID, entry, part
+from paceline.core.request import SERIAL
 from paceline.latency.step_time import WIDTHS
 
 COMPUTES = WIDTHS[-1]  # tokens of a step that computes more than it reads
@@ -79,13 +80,14 @@ def learn_beside(s: State, seconds: float) -> float:
 
 @part
 def learn_waits(s: State) -> None:
-    """A step begins. If any of its sequences were here when the last one ended, others had the device meanwhile."""
-    step, landed = s.steps[s.now[AT]], s.factors[LANDED]
-    if s.now[FLYING] > 0 or landed == 0 or len(s.linear) == 0:
+    """A step begins. If any of its sequences were here when the last one ended, others had the device meanwhile; unless
+    the model has been away."""
+    step = s.steps[s.now[AT]]
+    if s.now[FLYING] > 0 or len(s.linear) == 0:
         return
     for i in range(s.now[SLICES]):
-        if s.times[step[SLOT, i], ARRIVAL] <= landed:
-            learn_wait(s, s.factors[BEGIN] - landed)
+        if s.numbers[step[SLOT, i], SERIAL] < s.now[SEEN]:
+            learn_wait(s, s.factors[BEGIN] - s.factors[LANDED])
             return
 
 

@@ -50,12 +50,14 @@ from paceline.batching.state import (
     MAX_PROMPT_TOKENS,
     NEXT_BATCH,
     NEXT_COHORT,
+    NEXT_SERIAL,
     NONE,
     PIPELINE,
     POLICY,
     PREEMPTED,
     PROMPTS,
     RUNNING,
+    SEEN,
     SLICES,
     SPENT,
     TILE,
@@ -436,6 +438,7 @@ def land(s: State, batch: int, tokens: Bytes) -> int:
     """The batch is done, and its slices yielded so many tokens. Returns their sum."""
     leave_first_stage(s, batch)
     s.now[FLYING] -= 1
+    s.now[SEEN] = s.now[NEXT_SERIAL]
     at, landed = batch % ring(s), s.factors[LANDED]
     slip = landed - s.ends[at]
     for k in range(ring(s)):  # what it took longer, those behind it wait

@@ -30,12 +30,13 @@ ARRIVAL, WANTED, TBT, LAST = range(4)
     LATE, PIPELINE, ADAPTIVE, TILE, KNEE, MAXIMUM, BY_GOAL, OWN_BLOCKS, AHEAD, NUM_LIMITS,
 ) = range(19)  # fmt: skip
 # `now`: what is counted. Of the queues (waiting: from HEAD to TAIL), of the step that is being composed (AT: its place
-# in the ring of steps; RESTING: nobody drafts in it, whoever might), of blocks
+# in the ring of steps; RESTING: nobody drafts in it, whoever might; SEEN: NEXT_SERIAL when the last one was complete, 0
+# if what was there has been lost since), of blocks
 (
     RUNNING, HEAD, TAIL, PROMPTS, FREE_SLOTS, NEXT_SERIAL, DRAFTING, FLYING, ENTERING, COHORTS, NEXT_COHORT,
     CHUNKS_LAST, SLICES, DECODES, WIDTH, PREEMPTED, LOST, EVER_HELD, SPARE, IDLE, OLDEST, NEWEST, AWAY, TAKEN_AWAY,
-    CACHED_TOKENS, NEXT_BATCH, AT, RESTING, NUM_COUNTS,
-) = range(29)  # fmt: skip
+    CACHED_TOKENS, NEXT_BATCH, AT, RESTING, SEEN, NUM_COUNTS,
+) = range(30)  # fmt: skip
 # `factors`: what steps take over what is predicted, what those that compute take over that, seconds of drafting in this
 # step, goal between tokens, its margin, when the last step was complete, when this one is composed, what steps take
 # beside the engine, the margin that the profile says, up to when what was learnt has been forgotten (`batching.pace`),
