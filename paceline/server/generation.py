@@ -14,7 +14,7 @@ from typing import NamedTuple
 from paceline.core.request import NO_SLO, SLO, SamplingParams
 from paceline.core.work import SliceOutput, TokenLogprobs
 from paceline.engine.tokenizer import Detokenizer, StopStrings, Tokenizer
-from paceline.runtime.api import Fleet, Rejected
+from paceline.runtime.api import Fleet, Overloaded, Rejected
 from paceline.server.errors import ApiError, engine_error, from_rejection, model_not_found
 from paceline.server.metrics import Metrics
 from paceline.server.playout import Playout
@@ -282,6 +282,7 @@ class Generation:
         self._ready: list[Choice] = []
         self._error: ApiError | None = None
         self._calls: list[asyncio.Handle] = []
+        self._left: deque[Choice] = deque()  # first choices that are to be submitted
         n = job.n
         self.choices = [Choice(p * n + i, prompt, job, self) for p, prompt in enumerate(job.prompts) for i in range(n)]
         self.unfinished = len(self.choices)
@@ -292,10 +293,16 @@ class Generation:
         """Submits the first choice of every prompt: all or none. Raises `ApiError`.
 
         The other choices follow when the first has given its first output, so that they find its prompt in the cache.
+        Prompts that find the queue full behind others of theirs are not refused: each follows when one of those ends.
         """
+        self._left.extend(self.choices[:: self.job.n])
         try:
-            for choice in self.choices[:: self.job.n]:
-                self._submit(choice, admitted=False)
+            while self._left:
+                self._submit(self._left[0], admitted=False)
+                self._left.popleft()
+        except Overloaded as error:
+            if self._left[0] is self.choices[0]:
+                raise from_rejection(error) from None
         except Rejected as error:
             self.cancel()
             raise from_rejection(error) from None
@@ -346,7 +353,7 @@ class Generation:
     def hurry(self) -> None:
         """Submits what waits for its first choice to begin: the fleet is about to drain."""
         for choice in self.choices:
-            self._submit_sibling(choice)
+            self._submit_later(choice)
 
     @property
     def failed(self) -> bool:
@@ -365,6 +372,8 @@ class Generation:
     def ended(self, choice: Choice) -> None:
         choice.id = None
         self._metrics.ended(self.job.model, choice.finish_reason or "error")
+        if self._left and choice.index % self.job.n == 0:
+            self._calls.append(asyncio.get_running_loop().call_soon(self._submit_later, self._left.popleft()))
 
     def fail(self, error: ApiError) -> None:
         if self._error is None:
@@ -390,9 +399,9 @@ class Generation:
         for choice in self.choices[first.index + 1 : first.index + self.job.n]:
             if not choice.submitted:
                 choice.prompt_logprobs = first.prompt_logprobs
-                self._submit_sibling(choice)
+                self._submit_later(choice)
 
-    def _submit_sibling(self, choice: Choice) -> None:
+    def _submit_later(self, choice: Choice) -> None:
         if choice.submitted or self._error is not None:
             return
         try:

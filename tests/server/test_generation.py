@@ -12,6 +12,7 @@ from paceline.runtime.api import ModelStatus, Unavailable
 from paceline.server.app import ServedModel, ServerConfig
 from paceline.server.errors import from_rejection
 from tests.server.conftest import Server, in_process, in_thread, make_tokenizer, until, wait_for
+from tests.server.fake_fleet import FakeFleet
 
 BODY = {"prompt": "hello", "max_tokens": 200, "n": 3}
 PATHS = [("/v1/completions", BODY), ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 3})]
@@ -231,11 +232,43 @@ async def test_a_goal_out_of_reach_is_429_with_the_time(
         assert (await server.client.post(path, json={**body, "max_tokens": 1})).status_code == 200, "no goal, no limit"
 
 
-async def test_prompts_are_taken_all_or_none(tokenizer: Tokenizer) -> None:
-    async with in_process(tokenizer, capacity=2) as server:
+async def test_prompts_are_taken_all_or_none(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with in_process(tokenizer) as server:
+        expected = property(lambda fleet: float(len(fleet.running)))
+        monkeypatch.setattr(FakeFleet, "expected", expected.setter(lambda *_: None), raising=False)
+        goal = {"x-slo-ttft-ms": "1500"}
+        answer = await server.client.post("/v1/completions", json={"prompt": ["a", "b", "c"]}, headers=goal)
+        assert answer.status_code == 429 and len(server.fleet.cancelled) == 2 and not server.fleet.running
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_more_prompts_than_the_queue_has_room_for_follow_each_other(tokenizer: Tokenizer, n: int) -> None:
+    """As long as it has room for the first one: however many there are, that will be so some day."""
+    async with in_process(tokenizer, capacity=2, step_s=0.001) as server:
+        most, submit = 0, server.fleet.submit
+
+        def count(*arguments: Any, **options: Any) -> str:
+            nonlocal most
+            id = submit(*arguments, **options)
+            most = max(most, sum(seq.params.choice == 0 for seq in server.fleet.running.values()))
+            return id
+
+        server.fleet.submit = count  # type: ignore[method-assign]
+        prompts = [[5, number] for number in range(40, 47)]
+        body = {"prompt": prompts, "max_tokens": 3, "n": n, "echo": True}
+        answer = await server.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 3 * 7 * n and most == 2
+        texts = [choice["text"] for choice in answer.json()["choices"]]
+        assert all(text.startswith(tokenizer.decode(prompts[i // n], True)) for i, text in enumerate(texts))
         server.fleet.paused = True
-        answer = await server.client.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
-        assert answer.status_code == 503 and len(server.fleet.cancelled) == 2 and not server.fleet.running
+        client = Client(server, "/v1/completions", body)
+        await until(lambda: len(server.fleet.running) == 2)
+        assert (await server.client.post("/v1/completions", json=body)).status_code == 503, "not even for the first"
+        server.app.state.api.hurry()
+        assert len(server.fleet.running) == 7 * n, "a drain waits for all of them"
+        client.gone.set()
+        await asyncio.wait_for(client.task, 5)
+        assert not server.fleet.running and len(server.fleet.cancelled) == 7 * n
 
 
 async def test_draining_is_503(tokenizer: Tokenizer) -> None:
