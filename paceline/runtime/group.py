@@ -46,6 +46,7 @@ class ServedModel:
 class Flight:
     """A batch at the workers, as one step; after a crash its suspects go one by one, so that the culprit shows."""
 
+    group: "ModelGroup"
     batch: Batch
     parts: deque[Part]
     result: StepResult
@@ -184,12 +185,14 @@ class ModelGroup:
     def unload(self) -> None:
         """The controller has lost what was here."""
         self.resident = False
-        self._flying.clear()
+        for batch in list(self._flying):
+            self._forget_flight(batch)
         self._dropped.clear()
         for seq in self.sequences.values():  # those that have moved on, too
             if seq.worker is self:
                 seq.lose_worker()
         self.workers.send(Unload(self.number))
+        self._send_next()  # what has waited for its suspects
 
     # Steps
 
@@ -207,20 +210,21 @@ class ModelGroup:
                 innocent.append((index, seq))
         parts = deque([innocent, *suspects] if innocent or not suspects else suspects)
         result, before = StepResult(bytearray(len(batch.requests))), self.workers.latest not in (None, self.number)
-        self._flying[batch.id] = Flight(batch, parts, result, bool(suspects), others, before)
+        flight = Flight(self, batch, parts, result, bool(suspects), others, before)
+        self._flying[batch.id] = self.workers.flying[self.number, batch.id] = flight
         self._send_next()
 
     def _send_next(self) -> None:
-        """Sends what may go: a batch with suspects has the workers to itself, so that nobody else is there when its
-        culprit ends them."""
+        """Sends what may go, of all models: a batch with suspects has the workers to itself, so that nobody else is
+        there when its culprit ends them."""
         suspected = False
-        for number, flight in enumerate(self._flying.values()):
+        for number, flight in enumerate(self.workers.flying.values()):
             suspected |= flight.suspected
             if suspected and number:
                 return
             if not flight.sent:
                 flight.sent = time.perf_counter()
-                self._send(flight)
+                flight.group._send(flight)
 
     def _send(self, flight: Flight) -> None:
         """Sends the flight's next part, without those that have ended since it was composed."""
@@ -267,7 +271,7 @@ class ModelGroup:
                 else:  # cancelled meanwhile: it ends here, whatever the output says
                     flight.result.failed.append(index)
             flight.output_s += time.perf_counter() - begin
-            del self._flying[flight.batch.id]
+            self._forget_flight(flight.batch.id)
             self.driver.post(Complete(self.index, flight.batch.id, flight.result))
 
     def _go_on(self, flights: list[Flight]) -> None:
@@ -334,6 +338,9 @@ class ModelGroup:
             )
         )
         self._cached_tokens = scheduler.cached_tokens
+
+    def _forget_flight(self, batch: int) -> None:
+        del self._flying[batch], self.workers.flying[self.number, batch]
 
     # Sequences
 

@@ -59,6 +59,7 @@ class Workers:
         self.parallel, self.command, self.launcher = parallel, command, launcher
         self.guests: list[Guest] = []
         self.latest: int | None = None  # model of the step sent last
+        self.flying: dict[tuple[int, int], Any] = {}  # by model and batch, as composed (`runtime.group.Flight`)
         self.state = "loading"  # ready, restarting, failed, stopped
         self.gone = ""  # why they do not come back
         self.is_replaced: Callable[[Workers], bool] = lambda workers: False  # asked when they are gone for good

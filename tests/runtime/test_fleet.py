@@ -23,6 +23,7 @@ from paceline.runtime.api import GoalUnreachable, Overloaded, TooLong, Unavailab
 from paceline.runtime.fleet import FleetConfig, LocalFleet, WorkerGroup
 from paceline.runtime.fork_server import fork_server
 from paceline.runtime.group import ServedModel
+from paceline.runtime.messages import Step
 from paceline.runtime.process import Local
 from paceline.runtime.workers import Seat
 from paceline.simulator.driver import replay
@@ -413,6 +414,57 @@ async def test_the_other_models_of_workers_that_are_killed_are_not_to_blame(culp
             await asyncio.sleep(0.002)
         await good.done.wait()
         assert "more than once" in bad.error and good.tokens == expected([1, 2], 200) and crashes == {0}
+        check_empty(running)
+
+
+@pytest.mark.parametrize("culprit", ["a", "b"])
+async def test_a_suspect_of_one_model_is_not_computed_beside_another_model_s_steps(culprit):
+    """In a pipeline they are there at the same time; a culprit would take the innocent with it, up to the last time."""
+    running = TwoInFlight([worker("a", "b", delay=0.01)], FleetConfig(policy="prefill_first_padded"))
+    async with asyncio.timeout(30), running:
+        good, bad, mine, beside = Collector(), Collector(), running.workers[0], []
+        send, flying = mine.send, mine.flying
+
+        def watched(message) -> None:
+            if isinstance(message, Step):
+                sent = [flight for flight in flying.values() if flight.sent]
+                beside.append((len(sent), any(flight.suspected for flight in sent)))
+            send(message)
+
+        mine.send = watched
+        sequence = running.sequences[running.submit("ab".replace(culprit, ""), [1, 2], SamplingParams(200), good)]
+        await until(lambda: len(good.tokens) > 3)
+        running.submit(culprit, [CRASH, 2], SamplingParams(5), bad)
+        crashes = set()
+        while not bad.done.is_set():
+            crashes.add(sequence.crashes)
+            await asyncio.sleep(0.002)
+        await good.done.wait()
+        assert "more than once" in bad.error and good.tokens == expected([1, 2], 200) and max(crashes) < 2
+        assert {(2, False), (1, True)} <= set(beside) and all(count == 1 for count, suspected in beside if suspected)
+        check_empty(running)
+    assert not flying
+
+
+async def test_what_waits_for_a_suspect_goes_when_its_model_is_unloaded():
+    running = TwoInFlight([worker("a", "b", delay=0.05)], FleetConfig(policy="prefill_first_padded"))
+    async with asyncio.timeout(30), running:
+        sinks, mine = [Collector(), Collector()], running.workers[0]
+        for model, sink in zip("ab", sinks, strict=True):
+            running.submit(model, [1, 2], SamplingParams(8), sink)
+        await until(lambda: all(sink.tokens for sink in sinks))
+        os.kill(mine.pids[0], signal.SIGKILL)
+        await until(lambda: [flight.sent > 0 for flight in mine.flying.values()] == [True, False])
+        group = next(iter(mine.flying.values())).group
+        state = running.driver.controller.groups[group.index]
+        state.resident = False  # as its device is another model's turn, and then its own again
+        running.driver.controller.lose(group.index, time.monotonic())
+        group.unload()
+        assert [flight.sent > 0 for flight in mine.flying.values()] == [True]
+        state.resident = True
+        group.load()
+        await asyncio.gather(*(sink.done.wait() for sink in sinks))
+        assert [sink.tokens for sink in sinks] == [expected([1, 2], 8)] * 2
         check_empty(running)
 
 
