@@ -9,6 +9,7 @@ import torch
 
 from paceline.cli.profile_cache import threads_of
 from paceline.engine import host, machine
+from paceline.processor import HAS_TILES
 
 
 def limit(group: Path, most: str, used: int, files: int) -> None:
@@ -88,6 +89,7 @@ def test_a_quota_of_time_is_as_many_cores(version: int, tmp_path: Path, monkeypa
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(not HAS_TILES, reason="there are no kernels")
 def test_kernels_start_no_more_threads_than_there_are_cores() -> None:
     code = (
         "from paceline.engine import host; host._quota = lambda group: 1; "
