@@ -18,8 +18,9 @@ from paceline.placement.problem import Bools, Floats, Ints, Problem
 SIZES = (1, 2, 4, 8, 16)
 
 
-def replay_batches(problem: Problem, shape: Ints, member: Bools) -> tuple[Floats, Bools]:
-    """Finish of each request (its arrival where it is rejected), and whether it met its goal."""
+def replay_batches(problem: Problem, shape: Ints, member: Bools) -> tuple[Floats, Ints, Bools]:
+    """Finish of each request (its arrival where it is rejected), the group that took or dropped it (-1: nobody has the
+    model), and whether it met its goal."""
     groups = _Groups(problem, shape, member)
     for index, (now, m) in enumerate(zip(problem.times.tolist(), problem.models.tolist(), strict=True)):
         groups.until(now)
@@ -30,7 +31,7 @@ def replay_batches(problem: Problem, shape: Ints, member: Bools) -> tuple[Floats
             if now >= groups.clocks[g, 0]:
                 groups.launch(g, m, now)
     groups.until(np.inf)
-    return groups.finish, groups.good
+    return groups.finish, groups.owner, groups.good
 
 
 class _Groups:
@@ -40,6 +41,7 @@ class _Groups:
         self.clocks = np.zeros((len(shape), problem.latency.shape[2]))
         self.idle: list[tuple[float, int]] = []  # when a group's first stage becomes idle
         self.finish, self.good = problem.times.copy(), np.zeros(len(problem.times), np.bool_)
+        self.owner = np.full(len(problem.times), -1)
 
     def until(self, end: float) -> None:
         """Groups whose first stage becomes idle before take what waits, if something does at that moment."""
@@ -53,7 +55,7 @@ class _Groups:
         """A batch of the model; False where none of its requests can still meet its goal."""
         problem, queue, clocks = self.problem, self.queues[m], self.clocks[g]
         while queue and not self._in_time(g, m, 1, now, queue[0]):
-            queue.popleft()
+            self.owner[queue.popleft()] = g
         if not queue:
             return False
         size = 1
@@ -65,7 +67,7 @@ class _Groups:
         end = enter(clocks, latency, len(latency), now + problem.timing.overhead)
         for _ in range(size):
             index = queue.popleft()
-            self.finish[index] = end
+            self.finish[index], self.owner[index] = end, g
             self.good[index] = end - problem.times[index] <= problem.goal[m]
         heappush(self.idle, (float(clocks[0]), g))
         return True
