@@ -8,10 +8,15 @@ import numpy as np
 from paceline.core.cluster import Cluster, Parallel
 from paceline.placement.problem import ALPASERVE, ALPASERVE_EVENTS, Problem
 from paceline.placement.tables import ModelTable, ShapeTable
-from paceline.workload.arrivals import gamma, merged
+from paceline.workload.arrivals import gamma, merged, power_law
 from tests.reference import cases, root
 
 CASES = {path.stem: json.loads(path.read_text()) for path in cases("alpaserve/cases")}
+SETS = {  # of planning times
+    "S1 bert-1.3b": ("alpaserve_v100", ["bert-1.3b"]),
+    "S3 mixed": ("alpaserve_v100", ["bert-6.7b", "moe-5.3b", "bert-2.6b", "moe-2.4b", "bert-1.3b", "moe-1.3b"]),
+    "toy mix": ("synthetic", ["toy-small", "toy-mid", "toy-large", "toy-nobal"]),
+}
 ANYWHERE = Cluster(10**6, 10**15)  # for placements that are given
 
 
@@ -54,6 +59,27 @@ def problem(case: dict, slo: list[float] | None = None, cluster: Cluster | None 
     events = case["kind"] == "des_replay"
     rules = {"rule": "in_flight" if events else "last_stage", "timing": ALPASERVE_EVENTS if events else ALPASERVE}
     return Problem(cluster or ANYWHERE, known, slo, *traffic(case), **rules | changes)
+
+
+def planned(row: dict) -> dict:
+    """The case of a row of planning times: kinds of models by turns, power-law rates, CV 4, goals of 5 latencies."""
+    profile, kinds = SETS[row["set"]]
+    count = row["num_models"]
+    case = {
+        "kind": "search", "profile_db": f"profiles/{profile}.json",
+        "models": [{"name": f"m{i}", "type": kinds[i % len(kinds)]} for i in range(count)],
+        "arrival_spec": {
+            "rates": power_law(row["rate"], count), "cvs": [4] * count, "seeds": range(count),
+            "duration": row["duration"],
+        },
+        "cluster": {
+            "num_devices": row["num_devices"], "mem_budget_bytes": row["mem_budget_gib"] * 2**30,
+            "num_devices_per_node": 8,
+        },
+    }  # fmt: skip
+    for model, table in zip(case["models"], tables(case), strict=True):
+        model["slo"] = 5 * table.alone
+    return case
 
 
 def cluster(case: dict) -> Cluster:
