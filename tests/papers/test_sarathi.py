@@ -3,6 +3,7 @@
 import json
 import random
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -102,14 +103,29 @@ def observed(case: dict, trace: list[Event]) -> tuple[list, dict, list]:
 
 
 def check(case: dict, expected: dict, policy: str) -> None:
-    """Every batch, token time, stage and preemption."""
+    """Every batch, token time, stage and preemption, and what follows from them."""
     run = Run(case, policy)
     batches, times, preempted = observed(case, run.trace)
     assert batches == [(b["t"], b["n"], set(b["items"])) for b in expected["batches"]]
+    assert [stages[-1][1] for stages in run.stages] == [b["end"] for b in expected["batches"]]
     assert times == expected["token_times_us"]
-    assert preempted == [(p["t_us"], p["id"], p["new_prompt"]) for p in expected.get("preemptions", [])]
+    asked = {r["id"]: r["prompt"] + r["output"] for r in case["requests"]}
+    assert [(time, id, known, asked[id] - known) for time, id, known in preempted] == [
+        (p["t_us"], p["id"], p["new_prompt"], p["remaining_output"]) for p in expected.get("preemptions", [])
+    ]
+    gaps = [after - before for of_one in times.values() for before, after in pairwise(of_one)]
+    metrics = {
+        "makespan_us": run.makespan, "num_batches": len(batches), "max_batch_tokens": max(n for _, n, _ in batches),
+        "max_tbt_us": max(gaps, default=0),
+        "ttft_us": {r["id"]: times[r["id"]][0] - r["arrival_us"] for r in case["requests"]},
+    }  # fmt: skip
     if case["config"]["pipeline_stages"] > 1:
         assert run.stages == [b["stages"] for b in expected["batches"]]
+        by_stage = list(zip(*run.stages, strict=True))
+        whole = [stage[-1][1] - stage[0][0] for stage in by_stage]
+        waits = [span - sum(end - begin for begin, end in stage) for span, stage in zip(whole, by_stage, strict=True)]
+        metrics |= {"bubble_us_per_stage": waits, "bubble_fraction_last_stage": round(waits[-1] / whole[-1], 4)}
+    assert metrics == expected.get("metrics", metrics)  # our own cases have none
 
 
 REFERENCE = {path.stem: json.loads(path.read_text()) for path in cases("sarathi/scheduling")}
