@@ -84,6 +84,7 @@ class Samples:
         self.params = SamplingParams(max_tokens=most, seeded=seeded, max_draft_tokens=draft, **changes)
         self.prompt, self.budget, self.every = prompt, budget, every
         self.tokens: list[Context] = []  # those that can be drafted
+        self.laws: dict[int, Counter[Context]] = {}  # of so many of them
         self.accepted = self.cut = self.preempted = 0
 
     def draw(self, seeds: Iterable[int]) -> "Samples":
@@ -104,10 +105,11 @@ class Samples:
 
     def off(self, length: int = 3) -> float:
         """Standard deviations by which the joint law of so many drafted tokens is off."""
-        expected = Counter[Context]()
-        for context, share in law(self.model, self.prompt, self.params, DRAFTED.start + length).items():
-            expected[context[DRAFTED]] += share
-        return surprise([tokens[:length] for tokens in self.tokens], expected)
+        if length not in self.laws:
+            expected = self.laws[length] = Counter[Context]()
+            for context, share in law(self.model, self.prompt, self.params, DRAFTED.start + length).items():
+                expected[context[DRAFTED]] += share
+        return surprise([tokens[:length] for tokens in self.tokens], self.laws[length])
 
 
 def law(model: LlamaForCausalLM, prompt: Sequence[int], params: SamplingParams, length: int) -> dict[Context, float]:
