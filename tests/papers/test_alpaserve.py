@@ -255,8 +255,8 @@ def test_planning_takes_as_many_simulations(row):
     else:
         best = agree(one, row["policy"], row, round(row["slo_attainment_all"] * len(one.times)))
         parallel, groups = one.shapes[best.shape[0]], len(best.shape)
-        if best.outcome.bad.any() and "beam" not in row["policy"]:
+        if best.outcome.bad.any() and "beam" not in row["policy"]:  # else another shape is as good, or better
             assert {f"(1, {parallel.tensor}, {parallel.pipeline})": groups} == row["group_configs"]
             assert groups == row["num_groups"]
-        if best.outcome.attainment < 0.99:  # then what has room is used
-            assert best.member.sum() == pytest.approx(row["num_replicas"], rel=0.1)
+            if best.outcome.attainment < 0.99:  # then what has room is used
+                assert best.member.sum() == pytest.approx(row["num_replicas"], rel=0.1)
