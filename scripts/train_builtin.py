@@ -16,7 +16,7 @@ from builtin_models.data import Corpus, prepare
 from builtin_models.export import export
 from builtin_models.model import LlamaShape
 from builtin_models.report import Run, measure, write
-from builtin_models.training import Loss, Phase, RunSpec, Trainer, distillation_loss, text_loss, train
+from builtin_models.training import Loss, Phase, RunSpec, Trainer, checkpoint, distillation_loss, text_loss, train
 
 TARGET = RunSpec(
     name="coder",
@@ -82,7 +82,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--eager", action="store_true", help="no torch.compile: half the speed, needs no C++ compiler")
     parser.add_argument("--report", action="store_true", help="no training: export and measure what there is")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for spec in (TARGET, DRAFT):
+        if options.report and not checkpoint(options.work, spec).exists():
+            parser.error(f"--report: there is no checkpoint {checkpoint(options.work, spec)}")
+    return options
 
 
 if __name__ == "__main__":

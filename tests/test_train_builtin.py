@@ -18,7 +18,7 @@ BUILTIN = Path(__file__).parents[1] / "paceline" / "builtin"
 def scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     yield
-    for name in [name for name in sys.modules if name.startswith("builtin_models")]:
+    for name in [name for name in sys.modules if name.startswith(("builtin_models", "train_builtin"))]:
         del sys.modules[name]
 
 
@@ -89,3 +89,14 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, monkeyp
     assert [resumed.step(step) for step in steps[2:]] == losses[2:]
     for ours, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_report_is_of_checkpoints_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import train_builtin
+
+    monkeypatch.setattr(sys, "argv", ["train_builtin", "--report", "--work", str(tmp_path)])
+    for name in ("coder", "coder-draft"):
+        with pytest.raises(SystemExit):
+            train_builtin.parse_options()
+        (tmp_path / f"{name}.pt").touch()
+    assert train_builtin.parse_options().report

@@ -139,11 +139,15 @@ def distillation_loss(teacher: Llama, text_share: float = 0.1) -> Loss:
     return loss
 
 
+def checkpoint(work: Path, spec: RunSpec) -> Path:
+    return work / f"{spec.name}.pt"
+
+
 class Trainer:
     """Model, optimisers and counters: everything that a checkpoint holds."""
 
     def __init__(self, spec: RunSpec, corpus: Corpus, work: Path, loss: Loss, compiled: bool) -> None:
-        self.spec, self.path = spec, work / f"{spec.name}.pt"
+        self.spec, self.path = spec, checkpoint(work, spec)
         self.model = Llama(spec.shape, spec.seed)
         self.windows = Windows(corpus, spec.seed + 1)
         matrices = [p for n, p in self.model.named_parameters() if p.dim() == 2 and ".layers." in n]
