@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -53,11 +53,11 @@ class Flight(NamedTuple):
 
 
 class Offline:
-    """An engine and its running sequences."""
+    """An engine and its running sequences. Nothing that fits is refused, whatever the group's limits on what waits."""
 
     def __init__(self, engine: Engine, config: GroupConfig, eos_ids: Sequence[int] = ()) -> None:
         self.engine, self.eos_ids = engine, eos_ids
-        self.controller = Controller([config])
+        self.controller = Controller([replace(config, models=("",), max_waiting=None, admission=False)])
         # a batch, what its slices yielded, and seconds of forward pass and of sampling
         self.on_step: OnStep = lambda batch, outputs, forward_s, sample_s: None
         self._block_size = config.scheduler.block_size

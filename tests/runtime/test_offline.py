@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from paceline.batching.budget import GoalBudget
 from paceline.batching.config import SchedulerConfig
 from paceline.batching.policies import POLICIES
 from paceline.controller import GroupConfig
@@ -101,3 +102,11 @@ def test_a_prompt_that_never_fits_is_named_and_changes_nothing():
     with pytest.raises(ValueError, match="prompt 1"):
         job.generate([[1], [1] * 30], [SamplingParams(max_tokens=4)] * 2)
     assert job.generate([[1]], [SamplingParams(max_tokens=4)])[0].tokens == expected([1], 4)
+
+
+def test_a_job_takes_any_number_of_prompts():
+    goal = GoalBudget((0.03,) * 16, (0.0,) * 6, tile=1, knee=16, maximum=16, tbt=0.001)  # not one that can be met
+    limits = SchedulerConfig(token_budget=16, max_batch=1, block_size=4, num_blocks=24)
+    config = GroupConfig(("one",), limits, max_waiting=1, budget=goal, admission=True)
+    outputs = Offline(ToyEngine(24), config).generate([[i] for i in range(5)], [SamplingParams(max_tokens=4)] * 5)
+    assert [o.tokens for o in outputs] == [expected([i], 4) for i in range(5)]
