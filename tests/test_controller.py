@@ -74,6 +74,16 @@ def test_a_lost_group_s_sequences_go_on_elsewhere_from_what_is_known():
     assert controller.groups[0].scheduler.num_sequences == 0
 
 
+def test_what_a_moved_sequence_finds_elsewhere_is_no_hit():
+    controller, outputs = two(), FixedOutputs({"x": 9, "y": 9})
+    requests = [Submit(Request(name, 6, 9, model="a", prefix=(77,))) for name in "xy"]
+    _, first = controller.turn(requests, 0.0)
+    _, (_, second) = controller.turn([Complete(b.group, b.id, outputs(b)) for b in first], 1.0)
+    _, (third,) = controller.turn([Lost(0), Complete(1, second.id, outputs(second))], 2.0)
+    assert (third.group, third.requests, third.starts) == (1, ["y", "x"], [7, 4])
+    assert not any(group.scheduler.cached_tokens for group in controller.groups)
+
+
 def test_a_group_that_is_lost_for_good_gives_its_place_to_others_on_the_device():
     """What it had goes to any group of its model, though that is lost, too."""
     device = {"device": 0, "slots": 1}

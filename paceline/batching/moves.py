@@ -315,7 +315,8 @@ def admit(s: State) -> int:
     share(s, slot, hits)
     take(s, slot, new)
     row[COMPUTED] = row[SCHEDULED] = hits * size
-    now[CACHED_TOKENS] += hits * size
+    if row[PREEMPTIONS] == 0:  # not again after a preemption
+        now[CACHED_TOKENS] += hits * size
     _insert(s, s.running, now[RUNNING], slot, False)
     now[RUNNING] += 1
     _insert(s, s.prompts, now[PROMPTS], slot, True)

@@ -81,7 +81,7 @@ from paceline.batching.state import (
 from paceline.compiled import BOOL, BYTES, F64, I64, INTS, VOID, Handle, entry, plain
 from paceline.core.batch import Batch, StepResult, StepShape
 from paceline.core.protocols import Lookahead
-from paceline.core.request import ENDED, HASHED, IN_FLIGHT, KNOWN, PROMPT, SERIAL, Request, Sequence
+from paceline.core.request import ENDED, HASHED, IN_FLIGHT, KNOWN, PREEMPTIONS, PROMPT, SERIAL, Request, Sequence
 
 Predict = Callable[[StepShape], float]
 
@@ -200,7 +200,7 @@ class Scheduler:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache saved, ever."""
+        """Prompt tokens that the prefix cache saved, ever; not those of what is recomputed."""
         return int(self.state.now[CACHED_TOKENS])
 
     @property
@@ -384,6 +384,7 @@ class Scheduler:
         assert self.config.block_size == source.config.block_size
         sequence, known = self.add(other.request), len(other.request.prefix)
         sequence.row[KNOWN] = sequence.row[PROMPT] = other.known
+        sequence.row[PREEMPTIONS] = other.preemptions
         self._know(sequence, source.state.hashes[other.slot, known : other.row[HASHED]].tolist())
         source.end(other)
         return sequence

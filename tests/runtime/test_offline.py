@@ -42,6 +42,13 @@ def test_tokens_do_not_depend_on_budget_or_preemption(budget, num_blocks):
     assert not job.engine.tokens, "the engine was told to forget"
 
 
+def test_what_preempted_sequences_find_again_is_no_hit():
+    job, preempted = offline(num_blocks=10), []
+    job.on_step = lambda batch, *_: preempted.extend(batch.preempted)
+    job.generate([list(range(10 * i, 10 * i + 8)) for i in range(4)], [SamplingParams(max_tokens=16)] * 4)
+    assert preempted and job.controller.groups[0].scheduler.cached_tokens == 0
+
+
 def test_requests_arrive_over_time_and_idle_time_is_skipped():
     arrivals = [0.0, 0.0, 5000.0, 90000.0]
     outputs = offline().generate([[1], [2], [3], [4]], [SamplingParams(max_tokens=4)] * 4, arrivals)
