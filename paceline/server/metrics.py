@@ -5,7 +5,7 @@ Plain numbers while serving; samples only when somebody scrapes.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -66,6 +66,7 @@ class ModelMetrics:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
+        self.looked_up = 0  # of those, tokens looked up in the prefix cache
         self.generation_tokens = 0
         self.num_preemptions = 0
         self.ended = dict.fromkeys(REASONS, 0)
@@ -204,6 +205,7 @@ class Metrics:
         """The fleet took a sequence: from now on its times count for `model`, since its request's `arrival`."""
         metrics = self.models[model]
         metrics.prompt_tokens += prompt_tokens
+        metrics.looked_up += prompt_tokens * generates
         if known := self._open.get(id):
             known.model, known.generates = metrics, generates
             known.arrival = known.arrival if arrival is None else arrival
@@ -233,7 +235,7 @@ class _Samples(Collector):
         yield from self._models("paceline_", "model", "inter_token_seconds")
         if self._vllm:
             yield from self._models("vllm:", "model_name", "inter_token_latency_seconds")
-            yield from self._drafts("vllm:")
+            yield from self._with_models(self._drafts("vllm:"))
             yield from self._vllm_gauges()
 
     def _http(self) -> Iterator[Metric]:
@@ -325,6 +327,13 @@ class _Samples(Collector):
         text = "Seconds in the engine of steps with drafts: of drafting, and of all else."
         yield _family(CounterMetricFamily, prefix + "seconds", text, ["group", "part"], seconds)
 
+    def _with_models(self, families: Iterable[Metric]) -> Iterator[Metric]:
+        """Each sample with the model of its group, too."""
+        for family in families:
+            for sample in family.samples:
+                sample.labels["model_name"] = self._load[int(sample.labels["group"])].model
+            yield family
+
     def _named(self) -> dict[str, ModelMetrics]:
         """Metrics by model; sequences that no route told of, if any, under the empty name."""
         return {name: m for name, m in self._metrics.models.items() if name or m.generation_tokens}
@@ -350,15 +359,21 @@ class _Samples(Collector):
         yield _histograms(whole, "Arrival to last token.", [label], {n: m.whole for n, m in models.items()})
 
     def _vllm_gauges(self) -> Iterator[Metric]:
-        """Groups are summed up: vLLM counts per engine, and has one."""
-        m = self._metrics
-        yield GaugeMetricFamily("vllm:num_requests_running", "Running.", value=sum(load.running for load in self._load))
-        yield GaugeMetricFamily("vllm:num_requests_waiting", "Waiting.", value=sum(load.waiting for load in self._load))
-        fullest = max(map(usage, self._load), default=0.0)
-        yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "1 is full.", value=fullest)
-        queries = sum(model.prompt_tokens for model in m.models.values())
-        yield CounterMetricFamily("vllm:prefix_cache_queries", "Prompt tokens looked up.", value=queries)
-        yield CounterMetricFamily("vllm:prefix_cache_hits", "Prompt tokens found.", value=sum(m.cached.values()))
+        """By model, its groups summed up: vLLM counts per engine."""
+        m, groups = self._metrics, defaultdict[str, list[int]](list)
+        for group, load in enumerate(self._load):
+            groups[load.model].append(group)
+        for kind, name, text, get, total in (
+            (GaugeMetricFamily, "num_requests_running", "Running.", lambda g: self._load[g].running, sum),
+            (GaugeMetricFamily, "num_requests_waiting", "Waiting.", lambda g: self._load[g].waiting, sum),
+            (GaugeMetricFamily, "kv_cache_usage_perc", "1 is full.", lambda g: usage(self._load[g]), max),
+            (CounterMetricFamily, "prefix_cache_hits", "Prompt tokens found.", lambda g: m.cached.get(g, 0), sum),
+        ):
+            values = {model: total(map(get, some)) for model, some in groups.items()}
+            yield _family(kind, "vllm:" + name, text, ["model_name"], values)
+        queries = {name: model.looked_up for name, model in self._named().items()}
+        text = "Prompt tokens looked up."
+        yield _family(CounterMetricFamily, "vllm:prefix_cache_queries", text, ["model_name"], queries)
         between = {name: model.between for name, model in self._named().items()}
         yield _histograms("vllm:time_per_output_token_seconds", "Between tokens.", ["model_name"], between)
 

@@ -1,6 +1,7 @@
 """Metrics: what the events and the steps say, under our names and under vLLM's."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -74,12 +75,12 @@ def test_what_is_counted(vllm: bool) -> None:
 def test_the_same_under_vllms_names() -> None:
     found = samples(exposition(observed(), LOAD, True).decode())
     tiny = "{model_name=tiny}"
-    assert found["vllm:num_requests_running"] == 3 and found["vllm:num_requests_waiting"] == 4
-    assert found["vllm:kv_cache_usage_perc"] == 0.5
+    assert found[f"vllm:num_requests_running{tiny}"] == 3 and found[f"vllm:num_requests_waiting{tiny}"] == 4
+    assert found[f"vllm:kv_cache_usage_perc{tiny}"] == 0.5
     assert found[f"vllm:prompt_tokens_total{tiny}"] == 30 and found[f"vllm:generation_tokens_total{tiny}"] == 4
     assert found[f"vllm:num_preemptions_total{tiny}"] == 1
     assert found["vllm:request_success_total{finished_reason=length}{model_name=tiny}"] == 1
-    assert found["vllm:prefix_cache_queries_total"] == 30 and found["vllm:prefix_cache_hits_total"] == 8
+    assert found[f"vllm:prefix_cache_queries_total{tiny}"] == 30 and found[f"vllm:prefix_cache_hits_total{tiny}"] == 8
     for name in (
         "time_to_first_token_seconds",
         "time_per_output_token_seconds",
@@ -87,6 +88,24 @@ def test_the_same_under_vllms_names() -> None:
         "e2e_request_latency_seconds",
     ):
         assert found[f"vllm:{name}_count{tiny}"] > 0
+
+
+def test_each_of_vllms_names_has_a_sample_for_each_model() -> None:
+    metrics = observed()
+    metrics.admitted("t", "texts", 7, generates=False)  # of which nothing is looked up
+    metrics.on_step(StepRecord(1, 1.6, 1, 1, 4, 0.1, 0.01, 0.001, 0.002, 0.003, drafts=[Drafted("", "ngram", 4, 2, 3)]))
+    texts = GroupLoad(1, 2, blocks_used=16, blocks_total=160, model="texts")
+    load = [*LOAD, replace(LOAD[0], blocks_used=120), texts]  # tiny has two groups
+    text = exposition(metrics, load, True).decode()
+    found = samples(text)
+    for name, tiny, other in (
+        ("num_requests_running", 6, 2), ("num_requests_waiting", 8, 1), ("kv_cache_usage_perc", 0.75, 0.1),
+        ("prefix_cache_hits_total", 12, 0), ("prefix_cache_queries_total", 30, 0),
+    ):  # fmt: skip
+        assert [found[f"vllm:{name}{{model_name={one}}}"] for one in ("tiny", "texts")] == [tiny, other], name
+    ours = [line for line in text.splitlines() if line.startswith("vllm:")]
+    assert ours and all('model_name="t' in line for line in ours)
+    assert found["vllm:spec_decode_num_drafts_total{drafter=ngram}{group=1}{model_name=tiny}"] == 1
 
 
 async def test_metrics_of_a_running_server(tokenizer: Tokenizer) -> None:
@@ -126,6 +145,7 @@ def test_drafts(vllm: bool) -> None:
     metrics.on_step(StepRecord(0, 2.0, 9, 6, 0, 0.1, 0.01, 0.001, 0.002, 0.003, draft_s=0.04, drafts=drafts + idle))
     metrics.on_step(StepRecord(0, 2.1, 9, 2, 0, 0.1, 0.01, 0.001, 0.002, 0.003, draft_s=0.02, drafts=idle[:2]))
     found = samples(exposition(metrics, LOAD, vllm).decode())
+    found = {key.replace("{model_name=tiny}", ""): value for key, value in found.items()}
     name = ("vllm:" if vllm else "paceline_") + "spec_decode_"
     counted = {"num_drafts": (2, 1), "num_draft_tokens": (6, 3), "num_accepted_tokens": (4, 0)}
     for key, by in counted.items():
