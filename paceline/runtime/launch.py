@@ -38,7 +38,7 @@ class Launcher(Protocol):
     """Has room for the workers of one group."""
 
     reason: str  # why there is no room for them, as far as is known
-    lost: bool  # it is because a device was lost
+    lost: bool  # it is because a device was lost, or takes no worker
 
     async def meeting(self, workers: int) -> str | None:
         """A URL at which so many workers find each other (empty: there is only one), once there is room for all; None

@@ -243,6 +243,7 @@ class RayLauncher:
         """`bundles`: of the placement group, by worker."""
         self.cluster, self.bundles = cluster, bundles
         self.reason, self.lost = "", False
+        self._error = ""  # of an actor, until all are there or Ray has found out that a node is gone
         self.door = Door(cluster.host)
         self._actors: dict[int, Any] = {}
         self._places: dict[int, asyncio.Future[tuple[str, str, str]]] = {}  # of workers that are not started yet
@@ -263,16 +264,19 @@ class RayLauncher:
         places = list(self._places.values())
         await asyncio.wait(places, timeout=POLL_S)
         if all(place.done() and not place.exception() for place in places):
-            self.reason, self.lost, self._places = "", False, {}
+            self.reason, self.lost, self._error, self._places = "", False, "", {}
             nodes, files, urls = zip(*(place.result() for place in places), strict=True)
             if workers == 1:
                 return ""
             return str(files[0] if len(set(nodes)) == 1 else urls[0])  # on one node tensor ranks sum in shared memory
         for number, place in list(self._places.items()):
-            if place.done() and place.exception():  # it was to be on a node that is gone, as Ray found out meanwhile
+            if place.done() and (error := place.exception()):
+                self._error = f"no worker starts in the cluster: {' '.join(str(error).splitlines()[-1:])}"
                 del self._places[number]
                 await asyncio.sleep(POLL_S)
-        self.reason = await asyncio.to_thread(self.cluster.lack)
+        if lack := await asyncio.to_thread(self.cluster.lack):  # it was to be on a node that is gone
+            self._error = ""
+        self.reason = lack or self._error
         self.lost = self.reason != ""
         return None
 
@@ -334,10 +338,11 @@ class RayCluster:
         """How many there are of so many cores; None: as many as the largest node has."""
         return sum(self.counts({"CPU": cores or max(self.counts({"CPU": 1}), default=1)}))
 
-    def cores(self, devices: int) -> int:
-        """Cores for each of so many devices, so that they have as many as there are."""
+    def cores(self, devices: int, gpus: bool = False) -> int:
+        """Cores for each of so many devices, beside a GPU, so that they have as many as there are."""
+        beside: dict[str, float] = {"GPU": 1} if gpus else {}
         cores = max(self.counts({"CPU": 1}), default=0)
-        while cores > 1 and sum(self.counts({"CPU": cores})) < devices:
+        while cores > 1 and sum(self.counts({"CPU": cores, **beside})) < devices:
             cores -= 1
         return max(1, cores)
 

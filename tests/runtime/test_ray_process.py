@@ -3,15 +3,17 @@
 import asyncio
 import sys
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from paceline.core.cluster import Parallel
-from paceline.runtime import ray_process
+from paceline.runtime import ray_process, workers
 from paceline.runtime.channel import FrontEnd, pack
+from paceline.runtime.fleet import FleetConfig, LocalFleet
 from paceline.runtime.ray_process import TOKEN_BYTES, Door, RayCluster, RayLauncher, bundle_sizes, fit, interface
-from tests.runtime.test_fleet import until
+from tests.runtime.test_fleet import until, worker
 
 
 @pytest.fixture
@@ -100,11 +102,71 @@ def test_new_groups_get_the_devices_of_old_ones_that_are_left(monkeypatch):
         cluster.instead([Parallel(2, 2)], old)
 
 
+class Refusing:
+    """A cluster (`RayCluster`) that has room, on which no actor does its first task, but one, after a while."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self.lacks, self.actors = "", 0
+
+    def actor(self, bundle):
+        async def place():
+            self.actors += 1
+            if self.actors % 3 == 2:
+                await asyncio.sleep(3600)
+            raise RuntimeError("ray::Host.place()\n  where\nOSError: no address")
+
+        return SimpleNamespace(place=SimpleNamespace(remote=place))
+
+    def lack(self):
+        return self.lacks
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    monkeypatch.setattr(ray_process, "POLL_S", 0.01)
+    library = SimpleNamespace(exceptions=SimpleNamespace(RayError=RuntimeError), kill=lambda actor: None)
+    monkeypatch.setattr(ray_process, "ray", lambda: library)
+    return Refusing()
+
+
+async def test_actors_that_never_start_say_why_until_a_node_is_known_to_be_lost(refusing):
+    launcher = RayLauncher(refusing, [0])
+    for _ in range(3):  # the second does nothing for a while
+        assert await launcher.meeting(1) is None
+        assert (launcher.reason, launcher.lost) == ("no worker starts in the cluster: OSError: no address", True)
+    for refusing.lacks in ("a node was lost", ""):
+        assert await launcher.meeting(1) is None
+        assert (launcher.reason, launcher.lost) == (refusing.lacks, bool(refusing.lacks))
+    launcher.close()
+
+
+async def test_loading_ends_where_no_actor_starts(refusing, monkeypatch):
+    monkeypatch.setattr(workers, "NO_ROOM_S", 0.1)
+    group = replace(worker("a"), launcher=RayLauncher(refusing, [0]))
+    fleet = LocalFleet([group], FleetConfig(token_budget=16))
+    async with asyncio.timeout(20):
+        await fleet.start()
+    (status,) = fleet.status()
+    await fleet.stop()
+    assert status.state == "failed"
+    assert status.reason == "no worker starts in the cluster: OSError: no address, for 0.1 s"
+
+
 @pytest.mark.parametrize(("cores", "devices"), [(None, 2), (2, 5), (9, 0)])
 def test_a_node_is_a_device_unless_the_cores_of_one_are_given(monkeypatch, cores, devices):
     nodes = [{"Resources": {"CPU": count}, "Alive": True} for count in (4.0, 4.0, 3.0)]
     monkeypatch.setattr(ray_process, "ray", lambda: SimpleNamespace(nodes=lambda: nodes))
     assert RayCluster.__new__(RayCluster).devices(cores) == devices
+
+
+@pytest.mark.parametrize(("devices", "gpus", "cores"), [(1, False, 16), (2, False, 8), (1, True, 8), (3, True, 4)])
+def test_devices_have_the_cores_of_nodes_that_have_all_of_a_device(monkeypatch, devices, gpus, cores):
+    resources = [{"CPU": 16.0}, {"CPU": 8.0, "GPU": 2.0}, {"CPU": 4.0, "GPU": 1.0}]
+    nodes = [{"Resources": one, "Alive": True} for one in resources]
+    monkeypatch.setattr(ray_process, "ray", lambda: SimpleNamespace(nodes=lambda: nodes))
+    assert RayCluster.__new__(RayCluster).cores(devices, gpus) == cores
 
 
 def test_interfaces_are_known_by_their_addresses():
