@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,9 +44,11 @@ def paceline(folder: Path, *arguments: object) -> None:
 
 
 def profiled(folder: Path, quick: bool) -> None:
-    """Measures fleet.yaml into profile.json; one of a run before is taken as it is."""
-    if not (folder / "profile.json").exists():
-        paceline(folder, "profile", "fleet.yaml", "--out", "profile.json", *["--quick", "--seconds", 2] * quick)
+    """Measures fleet.yaml into profile.json; one of a run before that was as quick is taken as it is."""
+    kept = folder / ("profile-quick.json" if quick else "profile-full.json")
+    if not kept.exists():
+        paceline(folder, "profile", "fleet.yaml", "--out", kept.name, *["--quick", "--seconds", 2] * quick)
+    shutil.copy(kept, folder / "profile.json")
 
 
 def simulated(folder: Path, trace: str, placement: str = "placement.json", profile: str = "profile.json") -> dict:
