@@ -3,9 +3,9 @@
 `python -m benchmarks.placement_live [--fleet mixed|texts] [--quick] [--out FOLDER]`: four models on two devices
 (worker processes of one core each), placed in two ways: each on one device, two a device; and all of them in two stages
 on both devices. The models are of different kinds (mixed) or four encoders (texts). The same bursty traces go to both,
-in turns. Goals are SCALE times what an encoder's answer, or a first token, takes alone on one device, and TBT seconds
-between tokens. A request counts that was answered within its goals; refused ones do not. Beside it the placement that
-the planner chooses. For a quiet machine.
+in turns, each to a server of its own. Goals are SCALE times what an encoder's answer, or a first token, takes alone on
+one device, and TBT seconds between tokens. A request counts that was answered within its goals; refused ones do not.
+Beside it the placement that the planner chooses. For a quiet machine.
 """
 
 import json
@@ -117,19 +117,19 @@ def run(folder: Path, fleet: str, quick: bool) -> dict:
     paceline(folder, "plan", "fleet.yaml", "--profile", "profile.json", "--trace", f"{shares[len(shares) // 2]}.csv",
              "--out", "planned.json", "--quiet", "--seeds", 1)  # fmt: skip
     result["planned"] = json.loads((folder / "planned.json").read_text())["groups"]
-    for name in placements(names):
-        with served(folder, f"{name}.json") as url:
-            measured(folder, poisson(folder, 4.0, 5.0, 99), url)  # warm
-            for share, row in result["loads"].items():
+    for share, row in result["loads"].items():
+        for name in placements(names):
+            with served(folder, f"{name}.json") as url:
+                measured(folder, poisson(folder, 4.0, 5.0, 99), url)  # warm
                 got = measured(folder, f"{share}.csv", url)
-                row["placements"][name] = {
-                    "attainment": got["attainment"],
-                    "models": {model: part["attainment"] for model, part in got["models"].items()},
-                    "latency_p50": got["latency"]["p50"], "latency_p99": got["latency"]["p99"],
-                    "status": got["status"], "sent_late_p99_s": got["sent_late_p99_s"],
-                }  # fmt: skip
-                said = simulated(folder, f"{share}.csv", f"{name}.json")
-                row["placements"][name]["simulated_attainment"] = said["attainment"]
+            said = simulated(folder, f"{share}.csv", f"{name}.json")
+            row["placements"][name] = {
+                "attainment": got["attainment"],
+                "models": {model: part["attainment"] for model, part in got["models"].items()},
+                "latency_p50": got["latency"]["p50"], "latency_p99": got["latency"]["p99"],
+                "status": got["status"], "sent_late_p99_s": got["sent_late_p99_s"],
+                "simulated_attainment": said["attainment"],
+            }  # fmt: skip
     return result
 
 
