@@ -28,7 +28,7 @@ from paceline.placement.search import plan as search
 STEPWISE_EVALUATIONS = 200  # of local search, where every one simulates steps
 EXPLAINED = 16  # groups at most
 WINDOWS = 4  # of a trace, to see how much its parts differ
-errors = Console(stderr=True)
+errors = Console(stderr=True, markup=False)
 
 
 def plan(
@@ -134,7 +134,7 @@ def make(
     expected = traffic(file, known, trace, duration, seed)
     problem = known.problem(expected, dispatch)
     begin, cpu = time.perf_counter(), time.process_time()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=errors, transient=True) as bars:
         task = bars.add_task("planning", total=None)
         default = STEPWISE_EVALUATIONS * len(expected) if known.stepwise else EFFORT
@@ -155,12 +155,13 @@ def make(
         else:
             others = [drawn(file, known, duration, seed + 1 + i) for i in range(seeds)]
         judged = [known.problem(other, dispatch).evaluate(choice.shape, choice.member) for other in others]
-    console = Console()
+    console = Console(markup=False)
     console.print(groups_table(placement))
     console.print(models_table(known, choice, judged, "parts of the trace" if recorded else "other seeds"))
     left_out = [known.names[m] for m in np.flatnonzero(~choice.member.any(0))]
     if left_out:
-        errors.print(f"[red]not placed: {names_of(left_out)}; there is no memory left for them[/red]", soft_wrap=True)
+        text = f"not placed: {names_of(left_out)}; there is no memory left for them"
+        errors.print(text, style="red", soft_wrap=True)
     for line in changes(problem, choice, placement, running) if running else ():
         console.print(line, highlight=False, soft_wrap=True)
     for line in reasons:

@@ -33,7 +33,7 @@ FULL_S, QUICK_S = 120.0, 12.0  # about how long to measure
 MAX_TOKENS, MAX_BATCH = 512, 256  # of a step, unless told otherwise
 ENCODER_TOKENS = 256  # of a text, likewise
 BATCHES = (1, 8, 32, 128)
-errors = Console(stderr=True)
+errors = Console(stderr=True, markup=False)
 
 
 def profile(
@@ -142,9 +142,9 @@ def _drafts(
     with _progress() as bars:
         told = text.read_text(encoding="utf-8") if text else draft_profile.standard_text()
         results = draft_profile.profile_drafts(path, name, drafts, told, rounds, limits, bars)
-    out = Console()
+    out = Console(markup=False)
     out.print(draft_profile.table(results))
-    out.print(draft_profile.advice(results), highlight=False, markup=False, soft_wrap=True)
+    out.print(draft_profile.advice(results), highlight=False, soft_wrap=True)
     if plot and figure:
         draft_profile.draw(figure, results, plot, name)
     if json:
@@ -181,7 +181,7 @@ def _steps(
     for file in (kept, json):
         if file:
             profile_cache.save(file, name, result, device)
-    out = Console()
+    out = Console(markup=False)
     out.print(widths_table(result))
     out.print(findings(result), highlight=False)
     out.print(budgets_table(result, max_batch, runner.info.num_blocks * runner.info.block_size, runner.info.context))
@@ -220,7 +220,7 @@ def _live(source: Path, out: Path, url: str, api_key: str | None) -> None:
     file = fleet_file.load(source)
     found = live_profile.measured(url, api_key)
     live_profile.add(out, found, file, threads_of(file.cluster.count if file.shares else None))
-    Console().print(live_profile.live_table(found))
+    Console(markup=False).print(live_profile.live_table(found))
 
 
 def _fleet(
@@ -232,7 +232,7 @@ def _fleet(
     with _progress() as bars:
         found = fleet_profile.fleet(file, each, tokens, seconds, quick, bars)
     profile_cache.write(out, found)
-    Console().print(fleet_profile.shapes_table(found))
+    Console(markup=False).print(fleet_profile.shapes_table(found))
     errors.print(f"kept in {out}", highlight=False, soft_wrap=True)
 
 
@@ -252,9 +252,9 @@ def _encoder(
     for file in (kept, json):
         if file:
             profile_cache.write(file, {"models": {name: entry}, "device": device, "error": entry["error"]})
-    Console().print(fleet_profile.encoder_table(entry))
-    wrong = entry["error"]
-    Console().print(f"error at lengths between: P50 {wrong['p50']:.1%}, P95 {wrong['p95']:.1%}", highlight=False)
+    out, wrong = Console(markup=False), entry["error"]
+    out.print(fleet_profile.encoder_table(entry))
+    out.print(f"error at lengths between: P50 {wrong['p50']:.1%}, P95 {wrong['p95']:.1%}", highlight=False)
     errors.print(f"kept in {kept}", highlight=False, soft_wrap=True)
 
 
@@ -376,5 +376,5 @@ def _figure() -> Any:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=errors, transient=True)

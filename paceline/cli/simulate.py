@@ -79,8 +79,8 @@ def simulate(
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
     if plot:
         draw(result, out / "timeline.png")
-    Console().print(report_table(summary))
-    Console(stderr=True).print(f"kept in {out}", highlight=False, soft_wrap=True)
+    Console(markup=False).print(report_table(summary))
+    Console(stderr=True, markup=False).print(f"kept in {out}", highlight=False, soft_wrap=True)
 
 
 def report_table(summary: dict) -> Table:

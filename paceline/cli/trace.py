@@ -58,7 +58,7 @@ def make(
             made = Trace.of({name: made.of_model(name).arrivals for name in made.names}, draw)
     made = replace(made, outputs=np.where(np.array(one_shot)[made.models], 0, made.outputs))
     made.save(out)
-    Console().print(described(made))
+    Console(markup=False).print(described(made))
 
 
 @app.command()
@@ -70,7 +70,7 @@ def show(
 
     Example: paceline trace show trace.csv
     """
-    Console().print(described(load(trace, model)))
+    Console(markup=False).print(described(load(trace, model)))
 
 
 @app.command()
@@ -97,7 +97,7 @@ def rescale(
         draws[name] = joint_lengths(pairs, seed + index)
     made = Trace.of(streams, lambda name, count: draws[name](name, count))
     made.save(out)
-    Console().print(described(made))
+    Console(markup=False).print(described(made))
 
 
 def described(trace: Trace) -> Table:

@@ -94,6 +94,23 @@ def test_from_workloads_to_outcomes(folder, dispatch):
     assert "dispatch: 'luck' is not one of last_stage, finish" in paceline(folder, "plan", "fleet.yaml", *known, code=2)
 
 
+def test_names_are_printed_as_they_are(folder):
+    """Not as Rich's markup."""
+    text = (folder / "fleet.yaml").read_text()
+    for old, new in (("name: a,", "name: 'a[int8]',"), ("name: b,", "name: 'b[/x]',")):
+        text = text.replace(old, new)
+    (folder / "fleet.yaml").write_text(text)
+    known = ["fleet.yaml", "--profile", "profile.json", "--trace", "t.csv"]
+    tables = [paceline(folder, "trace", "make", "fleet.yaml", "--duration", "60", "--out", "t.csv")]
+    tables.append(paceline(folder, "trace", "show", "t.csv"))
+    tables.append(paceline(folder, "trace", "rescale", "t.csv", "--out", "more.csv"))
+    tables.append(paceline(folder, "plan", *known, "--out", "p.json", "--effort", "20000"))
+    tables.append(paceline(folder, "simulate", *known, "--placement", "p.json", "--out", "r"))
+    few = command.paceline("plan", *known, "--effort", "2000", "--devices", "1", "--memory", "3GiB", cwd=folder)
+    assert "not placed: " in few.stderr
+    assert all("a[int8]" in table and "b[/x]" in table for table in [*tables, few.stdout + few.stderr])
+
+
 def test_watching_survives_a_server_that_fails_and_says_what_would_change(folder, monkeypatch):
     rows = "".join(f"{0.05 * i:.3f},{'ab'[i % 2]},5,0\n" for i in range(80))
     trace = "arrival,model,prompt_tokens,output_tokens\n"
