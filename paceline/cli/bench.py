@@ -30,7 +30,7 @@ UNEXPECTED = (ValueError, KeyError, TypeError, AttributeError, IndexError)  # of
 KEPT_S = 5.0  # a connection that nobody uses; servers close theirs a little later
 LINE_BYTES = 2**20  # of a stream, at most
 OK, REJECTED, CANCELLED, FAILED = range(len(STATUSES))
-errors = Console(stderr=True)
+errors = Console(stderr=True, markup=False)
 
 
 def bench(
@@ -46,7 +46,7 @@ def bench(
     api_key: Annotated[str, typer.Option(envvar="PACELINE_API_KEY", help="If the server wants one.")] = "",
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which a request has failed.")] = 600.0,
 ) -> None:
-    """Send a trace to a server and report what it gave.
+    """Send a trace to a server and report what it gave. The exit code is 1 where no request was answered.
 
     Example: paceline bench --url http://127.0.0.1:8000 --trace trace.csv --out results
     """
@@ -70,12 +70,14 @@ def bench(
     outcomes.save(out / "requests.csv", goals)
     summary = report(outcomes, goals) | {"sent_late_p99_s": late}
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=1))
-    Console().print(report_table(summary))
+    Console(markup=False).print(report_table(summary))
     if late > 0.05:
         errors.print(f"requests were sent up to {late:.2f} s late (P99): this machine cannot send so fast")
     for reason, count in sorted(client.reasons.items()):
-        errors.print(f"{count} times: {reason}", highlight=False, soft_wrap=True, markup=False)
+        errors.print(f"{count} times: {reason}", highlight=False, soft_wrap=True)
     errors.print(f"kept in {out}", highlight=False, soft_wrap=True)
+    if not (outcomes.statuses == OK).any():
+        raise typer.Exit(1)
 
 
 class Client:
@@ -127,7 +129,7 @@ class Client:
         except (aiohttp.ClientError, TimeoutError, *UNEXPECTED) as error:
             text = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, aiohttp.ClientResponseError) and failed(error.status):
-                raise OSError(EPROTO, text, self.url) from error
+                raise OSError(EPROTO, f"no list of models: {text}", f"{self.url}/v1/models") from error
             raise ValueError(f"url: no list of models at {self.url}/v1/models: {text}") from error
         missing = [name for name in names if name not in served]
         if missing:

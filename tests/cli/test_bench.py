@@ -9,6 +9,7 @@ import pytest
 
 from paceline.cli.bench import Client
 from paceline.workload.trace import Trace
+from tests.cli.command import paceline
 
 ANSWERS = {
     "whole": [{"choices": [{"text": "a"}]}, {"choices": [{"text": "b", "finish_reason": "length"}]}, "[DONE]"],
@@ -29,7 +30,7 @@ EMBEDDINGS = {
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         body = json.dumps({"data": [{"id": name} for name in [*ANSWERS, *EMBEDDINGS, "refused"]]}).encode()
-        self.send_response(200)
+        self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -52,14 +53,19 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def url():
+def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.release = threading.Event()
+    server.release, server.status = threading.Event(), 200
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
+    yield server
     server.release.set()
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def url(server):
+    return f"http://127.0.0.1:{server.server_port}"
 
 
 async def test_only_whole_answers_count(url):
@@ -93,3 +99,20 @@ async def test_a_server_that_is_none_is_named():
     for bad in ("http://127.0.0.1:abc", "http://127.0.0.1:9"):
         with pytest.raises(ValueError, match="url: no list of models at"):
             await Client(bad, {}, 1.0, False).send(trace)
+
+
+@pytest.mark.parametrize(("models", "code"), [(("whole", "refused"), 0), (("refused", "cut"), 1)])
+def test_who_has_no_answer_at_all_is_told_by_the_exit_code(url, tmp_path, models, code):
+    rows = "".join(f"0,{name},3,2\n" for name in models)
+    (tmp_path / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n" + rows)
+    done = paceline("bench", "--url", url, "--trace", "t.csv", "--out", "r", cwd=tmp_path)
+    assert done.returncode == code and "1 times: 429" in done.stderr and (tmp_path / "r/report.json").exists()
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, 1), (500, 1), (404, 2), (401, 2)])
+def test_a_server_that_fails_is_no_bad_input(server, url, tmp_path, status, code):
+    (tmp_path / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,whole,3,2\n")
+    server.status = status
+    done = paceline("bench", "--url", url, "--trace", "t.csv", "--out", "r", cwd=tmp_path)
+    assert done.returncode == code and len(done.stderr.splitlines()) == 1
+    assert f"{url}/v1/models" in done.stderr and str(status) in done.stderr
