@@ -211,7 +211,8 @@ def what_is_there(
     cluster = RayCluster(ray) if ray else None
     if cluster and file and devices and not places and file.cluster.devices == "auto":
         devices = cluster.devices(threads)
-    threads = threads or (cluster.cores(devices or len(models)) if cluster else threads_of(devices))
+    shared = devices or len(models)
+    threads = threads or (cluster.cores(shared, device == "cuda") if cluster else threads_of(devices))
     if file and memory is None and file.cluster.memory != "auto":
         memory = str(file.cluster.memory)
     size = file.cluster.devices if file and isinstance(file.cluster.devices, int) else devices
@@ -296,7 +297,7 @@ async def run(
             await fleet.start()
         failed = [group for group in fleet.groups if group.state == "failed"]
         for group in failed:
-            console.print(f"[red]{group.config.name}: {group.reason}[/red]", highlight=False, soft_wrap=True)
+            console.print(f"{group.config.name}: {group.reason}", style="red", highlight=False, soft_wrap=True)
         if len(failed) == len(fleet.groups):
             return 2 if all(group.bad_input for group in failed) else 1
         gc.collect()
@@ -325,7 +326,7 @@ async def placed(fleet: LocalFleet, recent: Recent, every: float | None, **optio
 
     def say(text: str) -> None:
         with suppress(OSError, SystemExit):  # by which Rich says that nobody reads any more
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+            console.print(text, highlight=False, soft_wrap=True)
 
     deployment = Deployment(fleet, **options)
     spare = Spare(deployment, recent, say)

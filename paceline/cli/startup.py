@@ -9,14 +9,15 @@ from paceline.cli.models import Model
 from paceline.cli.planning import names_of
 from paceline.runtime.fleet import FleetConfig, LocalFleet
 
-console = Console(stderr=True)
+console = Console(stderr=True, markup=False)  # names and reasons are no markup
 
 
 class LoadingProgress:
     """One bar a model, which pulses until its weights are read; silent where nobody looks."""
 
     def __init__(self, names: list[str]) -> None:
-        columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+        what = TextColumn("loading {task.description}", markup=False)
+        columns = (what, BarColumn(), DownloadColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=console, transient=True)
         self._tasks: dict[str, TaskID] = {name: self._progress.add_task(name, total=None) for name in names}
 
@@ -58,7 +59,7 @@ def summary(fleet: LocalFleet, models: list[Model], config: FleetConfig, url: st
         )  # fmt: skip
     whole = " (whole prompts for encoders)" if any(model.encoder for model in models) else ""
     console.print(f"policy {config.policy}{whole}, at most {config.max_batch} sequences a step")
-    console.print(f"ready in {seconds:.1f} s at [bold]{url}/v1[/bold]  (Ctrl-C drains and ends)", highlight=False)
+    console.print(f"ready in {seconds:.1f} s at {url}/v1  (Ctrl-C drains and ends)", highlight=False)
 
 
 def pace_of(model: Model, config: FleetConfig) -> tuple[str, str]:
