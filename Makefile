@@ -8,15 +8,14 @@ CHAOS ?= 20
 # workers and test runs are many processes: each would parse all sources again where the environment forbids bytecode
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-all chaos test-cluster lint bench bench-exactness models install compiled-engine compiled-simulator clean
+.PHONY: serve test test-all chaos test-cluster lint bench bench-exactness models install compiled-engine compiled-simulator collected clean
 
 serve: install
 	$(BIN)/paceline serve $(ARGS)
 
-# what is imported is compiled to bytecode then: a tenth of what is installed
-test: BYTECODE := --no-compile
-test: install
-	$(MAKE) -j 3 lint compiled-engine compiled-simulator  # while pip installs what only tests need
+# what is imported is compiled to bytecode then: a tenth of what is installed. Pip leaves one core to the compiler
+test:
+	$(MAKE) -j 3 BYTECODE=--no-compile compiled-simulator compiled-engine lint collected
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not cluster" $(ARGS)
 
 compiled-engine: install
@@ -24,8 +23,12 @@ compiled-engine: install
 	from paceline.cli.sources import BUILTIN; from paceline.engine.runner import ModelRunner; \
 	ModelRunner.load(BUILTIN / 'coder-draft', max_batch_tokens=64, max_batch=1, num_blocks=8)"
 
-compiled-simulator: install
-	$(BIN)/python -c "import paceline.simulator.fleet"
+compiled-simulator: $(VENV)/numba
+	$(BIN)/python -c "import paceline.simulator.fleet"  # from this folder: it needs nothing but Numba
+
+# two workers that collect at the same time would compile what they import twice
+collected: $(VENV)/test-installed
+	$(BIN)/python -m pytest --collect-only -qq > /dev/null
 
 test-all: $(VENV)/test-installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster" $(ARGS)
@@ -55,7 +58,11 @@ install: $(VENV)/installed
 $(BIN)/python:
 	$(PYTHON) -m venv --upgrade-deps $(VENV)  # a pip of 2023 looks at an index for as long as it installs
 
-$(VENV)/installed: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/numba: $(BIN)/python constraints.txt
+	$(PIP) $(BYTECODE) numba
+	touch $@
+
+$(VENV)/installed: $(VENV)/numba pyproject.toml constraints.txt
 	$(PIP) $(BYTECODE) -e .
 	touch $@
 
