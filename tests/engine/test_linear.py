@@ -247,7 +247,7 @@ AVX2 = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse,+sse2,
 @pytest.mark.parametrize(
     ("name", "features"),
     [
-        # where there are matrix registers those of processors without any are tested below: both take too long
+        # where there are matrix registers this and those without any, below, are for `make test-all`: a minute each
         pytest.param("haswell", AVX2, marks=[pytest.mark.slow] * bool(kernels and kernels.HAS_AMX)),
         # its vectors are those of this machine, its products of int8 those of a haswell, in wider vectors
         pytest.param(
@@ -275,7 +275,12 @@ def refuse_matrix_registers() -> None:
 
 @pytest.mark.skipif(kernels is None or not kernels.HAS_AMX, reason="there are none")
 def test_matrix_registers_that_are_refused_are_not_used() -> None:
-    """Bytes and pairs are multiplied in vectors then, as where a processor has no others."""
     code = "from paceline import processor; assert processor.HAS_VNNI and not processor.HAS_AMX"
     subprocess.run([sys.executable, "-c", code], preexec_fn=refuse_matrix_registers, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(kernels is None or not kernels.HAS_AMX, reason="there are none")
+def test_kernels_without_matrix_registers_that_are_refused() -> None:
+    """Bytes and pairs are multiplied in vectors then, as where a processor has no others."""
     in_another_process({}, refuse_matrix_registers)
