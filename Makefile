@@ -28,7 +28,7 @@ compiled-simulator: $(VENV)/numba
 
 # two workers that collect at the same time would compile what they import twice
 collected: $(VENV)/test-installed
-	$(BIN)/python -m pytest --collect-only -qq > /dev/null
+	$(BIN)/python -m pytest --collect-only -qq > $(VENV)/collected || { cat $(VENV)/collected; exit 1; }
 
 test-all: $(VENV)/test-installed
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist worksteal -m "not cluster" $(ARGS)

@@ -79,6 +79,11 @@ class GroupState:
     load_s: float = 0.0
     retires: bool = False  # it takes no more requests
 
+    @property
+    def full(self) -> bool:
+        bound = self.config.max_waiting
+        return bound is not None and self.scheduler.num_waiting >= bound
+
 
 class Controller:
     """Decides for all groups. Every method takes the time as `now` and answers with what happened."""
@@ -275,12 +280,13 @@ class Controller:
 
     def _refusal(self, group: GroupState, request: Request, admitted: bool) -> str:
         """Why the group cannot take the request; empty: it can."""
-        bound = group.config.max_waiting
         if not group.scheduler.fits(request.prompt_tokens, request.max_tokens):
             return "length: the KV cache cannot hold the request even alone"
-        if bound is not None and group.scheduler.num_waiting >= bound and not admitted:
-            return FULL
-        return ""
+        return FULL if group.full and not admitted else ""
+
+    def full(self, model: str) -> bool:
+        """Whether no group of the model has a place in its queue."""
+        return all(self.groups[i].full for i in self._hosts[model])
 
     def next_batch(self, group: int, now: float) -> Batch | None:
         """The group's next step; None when it has nothing to do, its pipeline is full, or it has no workers."""

@@ -44,6 +44,14 @@ def test_who_may_find_a_place_later_is_told_that_the_queue_is_full():
     assert (event.kind, event.detail) == ("rejected", "queue: full")
 
 
+def test_a_model_is_full_where_all_its_groups_are():
+    controller = Controller([GroupConfig(("a",), LIMITS, max_waiting=most) for most in (1, 2)])
+    for n in range(4):
+        assert controller.full("a") == (n == 3)
+        (event,) = controller.submit(Request(f"{n}", 30, 9, model="a"), 0.0)
+        assert event.kind == ("rejected" if n == 3 else "accepted")
+
+
 def test_a_prompt_has_a_token():
     with pytest.raises(ValueError, match="at least one token, not 0"):
         Request("a", 0, 5)

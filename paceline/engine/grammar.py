@@ -60,6 +60,7 @@ class Grammars:
             except ValueError as error:  # it serves all but structured output
                 self._fault = f"the model's tokens do not stand for bytes ({error})"
         self._compiled: dict[str, Future[LLMatcher]] = {}  # the newest last
+        self.compiled = 0  # so far: progress, for who waits for several
         self._compiler = ThreadPoolExecutor(1, "schemas")
 
     def of(self, schema: str) -> "Grammar":
@@ -74,6 +75,7 @@ class Grammars:
 
     def _compile(self, schema: str) -> LLMatcher:
         matcher = LLMatcher(self._tokenizer, _grammar(schema), log_level=0, limits=LIMITS)
+        self.compiled += 1
         if matcher.is_error():
             raise ValueError(f"response_format: {matcher.get_error()}")
         return matcher

@@ -70,7 +70,7 @@ class ModelRunner:
 
     @property
     def progress(self) -> int:
-        return int(self._progress[0]) + (kernels.moved() if kernels else 0)
+        return int(self._progress[0]) + self.grammars.compiled + (kernels.moved() if kernels else 0)
 
     @property
     def waiting(self) -> bool:
@@ -250,7 +250,6 @@ class ModelRunner:
                 grammar = None
                 if new.params.json_schema:
                     grammar = self.grammars.of(new.params.json_schema)
-                    self._tick()
                 prompt, generated = new.tokens[: new.num_prompt], new.tokens[new.num_prompt :]
                 state = SamplingState(new.params, config.vocab_size, eos_ids, prompt, generated, grammar)
         except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone

@@ -152,6 +152,10 @@ class Fleet(Protocol):
         """
         ...
 
+    def full(self, model: str) -> bool:
+        """Whether `submit` would raise `Overloaded` for the model's next sequence now."""
+        ...
+
     def cancel(self, id: str) -> None:
         """Frees the sequence by the next step; its sink is not called again. Unknown or finished ids are ignored."""
         ...

@@ -333,6 +333,9 @@ class LocalFleet:
             raise TooLong(str(refusal.detail))
         return seq.id
 
+    def full(self, model: str) -> bool:
+        return self.driver is not None and self.driver.controller.full(model)
+
     def cancel(self, id: str) -> None:
         seq = self.sequences.pop(id, None)
         if seq and self.driver:

@@ -297,7 +297,7 @@ class Generation:
         """
         self._left.extend(self.choices[:: self.job.n])
         try:
-            while self._left:
+            while self._left and (self._left[0] is self.choices[0] or not self._fleet.full(self.job.model)):
                 self._submit(self._left[0], admitted=False)
                 self._left.popleft()
         except Overloaded as error:
@@ -390,10 +390,12 @@ class Generation:
             known = None if choice.prompt_logprobs else params.prompt_logprobs
             params = replace(params, choice=nth, prompt_logprobs=known)
         job = self.job
-        options = {"namespace": job.namespace, "slo": job.slo, "admitted": admitted, "arrival": job.arrival}
+        arrival = None if admitted else job.arrival  # nobody who was accepted meanwhile counted on it
+        options = {"namespace": job.namespace, "slo": job.slo, "admitted": admitted, "arrival": arrival}
         choice.id = self._fleet.submit(job.model, tokens, params, choice, **options)
         choice.submitted = True
-        self._metrics.admitted(choice.id, job.model, len(tokens), job.arrival)
+        cacheable = params.prompt_logprobs is None
+        self._metrics.admitted(choice.id, job.model, len(tokens), job.arrival, cacheable=cacheable)
 
     def _submit_siblings(self, first: Choice) -> None:
         for choice in self.choices[first.index + 1 : first.index + self.job.n]:

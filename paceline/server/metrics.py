@@ -200,12 +200,14 @@ class Metrics:
     # From the routes
 
     def admitted(
-        self, id: str, model: str, prompt_tokens: int, arrival: float | None = None, generates: bool = True
-    ) -> None:
-        """The fleet took a sequence: from now on its times count for `model`, since its request's `arrival`."""
+        self, id: str, model: str, prompt_tokens: int, arrival: float | None = None, generates: bool = True,
+        cacheable: bool = True,
+    ) -> None:  # fmt: skip
+        """The fleet took a sequence: from now on its times count for `model`, since its request's `arrival`.
+        `cacheable`: its prompt is looked up in the prefix cache."""
         metrics = self.models[model]
         metrics.prompt_tokens += prompt_tokens
-        metrics.looked_up += prompt_tokens * generates
+        metrics.looked_up += prompt_tokens * (generates and cacheable)
         if known := self._open.get(id):
             known.model, known.generates = metrics, generates
             known.arrival = known.arrival if arrival is None else arrival

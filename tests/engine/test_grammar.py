@@ -156,6 +156,14 @@ def test_a_schema_is_compiled_while_the_prompt_is_read(runner, tokenizer, monkey
     assert not output.error and follows(json.loads(tokenizer.decode(output.tokens, True)))
 
 
+def test_each_schema_that_is_compiled_is_progress(runner):
+    """A step that waits for many is not taken for one that hangs."""
+    before = runner.progress
+    for n in range(3):
+        assert not runner.grammars.of(json.dumps({"const": f"number {n} of {before}"})).complete
+    assert runner.progress >= before + 3
+
+
 @pytest.mark.parametrize(("file", "ends"), [(None, EOS), (CODER / "tokenizer.json", ())])
 def test_a_model_without_a_tokenizer_or_an_end_says_so(file, ends):
     with pytest.raises(ValueError, match=r"no tokenizer\.json, or no end of sequence"):

@@ -61,7 +61,7 @@ class FakeFleet:
         self.vocab = vocab
         self.eos = frozenset(eos)
         self.step_s = step_s
-        self.capacity = capacity
+        self.capacity, self.refused = capacity, 0
         self.observers: list[Observer] = []
         self.running: dict[str, Running] = {}
         self.submitted: list[Running] = []
@@ -88,6 +88,9 @@ class FakeFleet:
     def load(self) -> list[GroupLoad]:
         return [GroupLoad(0, len(self.running), len(self.running), 100)]
 
+    def full(self, model: str) -> bool:
+        return len(self.running) >= self.capacity
+
     def submit(
         self,
         model: str,
@@ -103,7 +106,8 @@ class FakeFleet:
         context = self.models[model]
         if self.draining and not admitted:
             raise Unavailable("the server is shutting down", 2.5)
-        if len(self.running) >= self.capacity and not admitted:
+        if self.full(model) and not admitted:
+            self.refused += 1
             raise Overloaded(6.2)
         if slo.tbt is not None and self.expected_tbt > slo.tbt and not admitted:
             raise GoalUnreachable("tbt", self.expected_tbt, slo.tbt)

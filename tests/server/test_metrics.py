@@ -72,6 +72,12 @@ def test_what_is_counted(vllm: bool) -> None:
     assert any(name.startswith("vllm:") for name in found) == vllm
 
 
+def test_a_prompt_whose_logprobs_are_asked_for_is_not_looked_up() -> None:
+    metrics = observed()
+    metrics.admitted("echo", "tiny", 100, cacheable=False)
+    assert metrics.models["tiny"].prompt_tokens == 130 and metrics.models["tiny"].looked_up == 30
+
+
 def test_the_same_under_vllms_names() -> None:
     found = samples(exposition(observed(), LOAD, True).decode())
     tiny = "{model_name=tiny}"
