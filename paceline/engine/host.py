@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+MEMORY = [  # a control group's limit, what of it is taken, and its files' part of that in memory.stat, by version
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+]
 MARGIN = 0.1  # of what is free is left to others when no memory is given
 
 
@@ -15,7 +19,7 @@ def resident_bytes() -> int:
 def free_bytes() -> int:
     """What could still be taken on this machine, under its control group's limit too."""
     free = _proc("/proc/meminfo", "MemAvailable")
-    return min([free, *filter(None, map(_left, _groups()))])
+    return min([free, *filter(None, map(_left, [*_groups(), *_groups("memory")]))])
 
 
 def cores() -> int:
@@ -46,13 +50,14 @@ def _quota(group: Path) -> int | None:
 
 def _left(group: Path) -> int | None:
     """Bytes that its limit leaves; files that were read, and are not being used, give way. None without a limit."""
-    limit, used = (_number(group / name) for name in ("memory.max", "memory.current"))
-    if limit is None or used is None:
-        return None
-    stat = group / "memory.stat"
-    lines = stat.read_text(encoding="ascii").splitlines() if stat.exists() else []
-    files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-    return max(1, limit - max(0, used - files))
+    for limit_name, used_name, files_name in MEMORY:
+        limit, used = _number(group / limit_name), _number(group / used_name)
+        if limit is not None and used is not None:
+            stat = group / "memory.stat"
+            lines = map(str.split, stat.read_text(encoding="ascii").splitlines() if stat.exists() else [])
+            files = next((int(number) for name, number in lines if name == files_name), 0)
+            return max(1, limit - max(0, used - files))
+    return None
 
 
 def device_bytes(devices: int) -> int:

@@ -12,19 +12,22 @@ from paceline.engine import host, machine
 from paceline.processor import HAS_TILES
 
 
-def limit(group: Path, most: str, used: int, files: int) -> None:
-    group.mkdir(parents=True, exist_ok=True)
-    (group / "memory.max").write_text(f"{most}\n")
-    (group / "memory.current").write_text(f"{used}\n")
-    (group / "memory.stat").write_text(f"anon 1\ninactive_file {files}\nactive_file 5\n")
-
-
+@pytest.mark.parametrize("version", [1, 2])
 def test_limits_of_all_groups_count_and_files_that_were_read_give_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = tmp_path / "system.slice" / "paceline.service"
-    monkeypatch.setattr(host, "CGROUP", tmp_path)
-    monkeypatch.setattr(host, "_groups", lambda: [own, own.parent, tmp_path])
+    own, which = tmp_path / "system.slice" / "paceline.service", "memory" if version == 1 else ""
+    monkeypatch.setattr(host, "_groups", lambda controller="": [own, own.parent, tmp_path] * (controller == which))
+
+    def limit(group: Path, most: str, used: int, files: int) -> None:
+        group.mkdir(parents=True, exist_ok=True)
+        names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        unlimited = "max" if version == 2 else str(2**63 - 4096)
+        (group / names[0]).write_text(f"{unlimited if most == 'max' else most}\n")
+        (group / names[1]).write_text(f"{used}\n")
+        of_all = f"inactive_file {files}\n" if version == 2 else f"inactive_file 1\ntotal_inactive_file {files}\n"
+        (group / "memory.stat").write_text(f"anon 1\n{of_all}active_file 5\n")
+
     free = host._proc("/proc/meminfo", "MemAvailable")
     for group in (own, own.parent, tmp_path):
         limit(group, "max", 10**6, 0)
