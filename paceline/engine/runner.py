@@ -291,7 +291,8 @@ class ModelRunner:
         if self.drafts and fresh and not sequence.fault:
             for token in fresh:
                 sequence.state.observe(token)
-            self.drafter.settle([job])
+            if job.work.first_block or not job.work.blocks:  # else those that it had are others' by now
+                self.drafter.settle([job])
 
     def _draft(self, jobs: list[Job], started: float) -> None:
         """Has tokens drafted, and says which rows there are to compute. Without a draft a step is as good as ever."""

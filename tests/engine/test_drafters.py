@@ -16,6 +16,7 @@ from paceline.cli.sources import BUILTIN
 from paceline.controller import GroupConfig
 from paceline.core.batch import FOLLOWED, FOLLOWED_OF, follows
 from paceline.core.request import SamplingParams
+from paceline.core.work import NewSequence, SliceWork
 from paceline.engine import drafters
 from paceline.engine.config import ModelError
 from paceline.engine.draft_models import DraftModel
@@ -238,6 +239,20 @@ class Later(Lookahead):
     def choose(self, numbers, drafts, running, pending, budget, goal=float("inf")):
         self.steps += 1
         return drafts * (self.steps > 10), 0.0
+
+
+def test_who_hears_late_of_tokens_marks_no_block_that_was_lost_meanwhile(prompts):
+    """In a pipeline the worker that drafts does not sample: it gets tokens with the next slice, here of a sequence that
+    was preempted, and whose blocks another one has."""
+    runner = load(DRAFTERS[0])
+    runner.answers = False
+    first, other = (NewSequence(i, prompts[i], len(prompts[i]), SamplingParams(max_tokens=OUTPUT)) for i in (1, 2))
+    length = len(first.tokens)
+    runner.step([first], [SliceWork(1, 0, length, False, 0, [0, 1, 2])], [])
+    assert runner.sequences[1].num_followed == length > 2 * runner.info.block_size
+    runner.step([other], [SliceWork(2, 0, 5, False, 0, [0, 1])], [])
+    runner.step([], [SliceWork(1, 0, length, False, 0, [3, 4, 5], fresh=[7])], [])
+    assert not runner.drafter.filled.any()
 
 
 @pytest.mark.parametrize("idle", [0, FOLLOWED, FOLLOWED_OF])
