@@ -89,7 +89,6 @@ class ModelGroup:
         self.retired = asyncio.Event()  # it has nothing to do and gets nothing more
         self._shares = workers.parallel.devices > 1  # there are workers that do not sample
         self._on_step, self._on_progress = on_step, on_progress
-        self._flying: dict[int, Flight] = {}
         self._left: list[Flight] = []  # when the workers went
         self._ran: dict[RunningSequence, int] = {}  # that they computed then, and up to which token
         self._dropped: list[int] = []
@@ -111,7 +110,11 @@ class ModelGroup:
     @property
     def under_way(self) -> int:
         """Steps that are not done."""
-        return len(self._flying)
+        return len(self._flying())
+
+    def _flying(self) -> list[Flight]:
+        """They, as composed."""
+        return [flight for flight in self.workers.flying.values() if flight.group is self]
 
     def own(self) -> list[RunningSequence]:
         """The sequences that the controller has here, in the order in which they came."""
@@ -134,7 +137,7 @@ class ModelGroup:
     def leave(self, for_good: bool = False) -> None:
         """Nothing is at the workers any more. The controller's next turn, which `lost` or `failed` takes, is not to
         count on any of their models, so all leave before one of these is called."""
-        self._left = list(self._flying.values())
+        self._left = self._flying()
         parts = ((one.batch, part) for one in self._left if one.sent and one.parts for part in one.parts[0])
         self._ran = {seq: batch.starts[index] + batch.lengths[index] for batch, (index, seq) in parts}
         self._dropped.clear()
@@ -185,8 +188,8 @@ class ModelGroup:
     def unload(self) -> None:
         """The controller has lost what was here."""
         self.resident = False
-        for batch in list(self._flying):
-            self._forget_flight(batch)
+        for flight in self._flying():
+            del self.workers.flying[self.number, flight.batch.id]
         self._dropped.clear()
         for seq in self.sequences.values():  # those that have moved on, too
             if seq.worker is self:
@@ -211,7 +214,7 @@ class ModelGroup:
         parts = deque([innocent, *suspects] if innocent or not suspects else suspects)
         result, before = StepResult(bytearray(len(batch.requests))), self.workers.latest not in (None, self.number)
         flight = Flight(self, batch, parts, result, bool(suspects), others, before)
-        self._flying[batch.id] = self.workers.flying[self.number, batch.id] = flight
+        self.workers.flying[self.number, batch.id] = flight
         self._send_next()
 
     def _send_next(self) -> None:
@@ -238,7 +241,7 @@ class ModelGroup:
 
     def stepped(self, message: StepDone) -> None:
         """Takes a step's outputs, lets the controller decide on the next one, then tells the sinks."""
-        flight = self._flying.get(message.batch)
+        flight = self.workers.flying.get((self.number, message.batch))
         if flight is None:  # the model was unloaded meanwhile
             return
         received = time.perf_counter()
@@ -253,7 +256,7 @@ class ModelGroup:
             self._send(flight)
             return
         # batches land in the order in which they were composed, as in a pipeline
-        done = list(takewhile(lambda one: not one.parts, self._flying.values()))
+        done = list(takewhile(lambda one: not one.parts, self._flying()))
         self._complete(done)
         self._go_on(done)
         for one in done:
@@ -271,7 +274,7 @@ class ModelGroup:
                 else:  # cancelled meanwhile: it ends here, whatever the output says
                     flight.result.failed.append(index)
             flight.output_s += time.perf_counter() - begin
-            self._forget_flight(flight.batch.id)
+            del self.workers.flying[self.number, flight.batch.id]
             self.driver.post(Complete(self.index, flight.batch.id, flight.result))
 
     def _go_on(self, flights: list[Flight]) -> None:
@@ -338,9 +341,6 @@ class ModelGroup:
             )
         )
         self._cached_tokens = scheduler.cached_tokens
-
-    def _forget_flight(self, batch: int) -> None:
-        del self._flying[batch], self.workers.flying[self.number, batch]
 
     # Sequences
 

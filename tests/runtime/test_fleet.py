@@ -298,7 +298,7 @@ async def test_a_crash_keeps_what_all_batches_in_flight_had_yielded():
     group = running.groups[0]
 
     def half_done() -> bool:
-        flights = list(group._flying.values())
+        flights = group._flying()
         return len(flights) == 2 and bool(flights[0].parts) and any(output.tokens for *_, output in flights[0].outputs)
 
     try:

@@ -87,7 +87,7 @@ async def test_a_model_unloaded_between_the_parts_of_a_step_loses_nobodys_tokens
             fleet.submit("a", [i, 5], SamplingParams(max_tokens=3), sink)
         await until(lambda: all(sink.tokens for sink in sinks))
         os.kill(fleet.workers[0].pids[0], signal.SIGKILL)
-        await until(lambda: any(flight.outputs and flight.parts for flight in group._flying.values()))
+        await until(lambda: any(flight.outputs and flight.parts for flight in group._flying()))
         assert len(controller.sequences) == 3, "the last token of one is there"
         controller.groups[0].resident = False  # as its device is another model's turn, and then its own again
         controller.lose(0, time.monotonic())
