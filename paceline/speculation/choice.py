@@ -14,9 +14,9 @@ So is the best step of another width where drafts are better, whose times are no
 best. A draft model that has not drafted has to catch up first. That is an investment: it counts by the share that this
 step's tokens have in those that are to come, in full in what a try costs and in the seconds within a goal.
 
-A sequence's first draft is one token, those behind it may be longer by four for each token yielded: no long step
-follows a first token, and drafts that are no good show while they are short. Beside one that is past that steps are
-long anyway.
+A sequence's first draft is one token, or as many as stay together more often than not of others of its kind; those
+behind it may be longer by four for each token yielded: drafts that are no good show while they are short. Beside one
+that is past that steps are long anyway.
 """
 
 import numpy as np
@@ -47,6 +47,7 @@ GUESS = 0.95  # acceptance of a drafter that nobody has tried: so high that it i
 WEIGHT, GROUP_WEIGHT = 32.0, 8.0  # of what is believed of a sequence beforehand, and of its kind, in tries
 TRIES = np.array([0.002, 0.001])  # shares of the time, for tries of drafts or none, and of other widths
 ROW = 4  # tries of drafts in a row, where some are: the first finds the caches full of other things
+PROVEN = 8.0  # tries of a kind from which on a place in its drafts is known
 ANSWER = 64  # tokens that a sequence is expected to yield in any case
 REST = 8  # steps of the same sequences that are not asked for, at most
 # survivals from which on tokens are drafted, to choose from; the first is none at all
@@ -55,11 +56,24 @@ THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
 
 @part
 def _longest(numbers, running):  # type: ignore[no-untyped-def]
-    """What drafts may have: four tokens more for each that the eldest sequence has yielded, its first ones one."""
+    """What drafts may have by how far they are: four tokens more for each that the eldest sequence has yielded, its first
+    ones one."""
     yielded = 0
     for i in range(running.shape[0]):
         yielded = max(yielded, numbers[running[i], KNOWN] - numbers[running[i], ASKED])
     return min(4 * yielded - 3, MAX_DRAFT_TOKENS)
+
+
+@part
+def _proven(kind):  # type: ignore[no-untyped-def]
+    """Tokens of a draft that, by what became of others of its kind, all stay more often than not."""
+    alive, j = 1.0, 0
+    while j < MAX_DRAFT_TOKENS and kind[1, j] >= PROVEN:
+        alive *= kind[0, j] / kind[1, j]
+        if alive < 0.5:
+            break
+        j += 1
+    return j
 
 
 @making
@@ -78,7 +92,7 @@ def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[
         alive, believed, kind, last = 1.0, GUESS, group[kinds[slot]], MAX_DRAFT_TOKENS
         odds = (kind[0, last] + GROUP_WEIGHT) / (kind[1, last] + GROUP_WEIGHT)
         there[i] = (counts[slot, 0, last] + WEIGHT * odds) / (counts[slot, 1, last] + WEIGHT)
-        most = min(drafts[slot], longest, row[LIMIT] - row[KNOWN] - 1)
+        most = min(drafts[slot], max(longest, _proven(kind)), row[LIMIT] - row[KNOWN] - 1)
         for j in range(max(0, most)):
             believed = (kind[0, j] + GROUP_WEIGHT * believed) / (kind[1, j] + GROUP_WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)

@@ -61,6 +61,17 @@ def observe_times(lookahead: Lookahead, drafted: int, seconds: float, draft_seco
     lookahead.observe_times(np.array([0]), np.array([drafted], np.uint8), 0, seconds, draft_seconds)
 
 
+@pytest.mark.parametrize(("acceptance", "first"), [(0.3, 1), (0.75, 2), (0.97, MAX_DRAFT_TOKENS)])
+def test_a_first_draft_is_as_long_as_its_kind_has_proven_to_stay(acceptance, first):
+    """Of a kind that nobody has seen it is one token, however good its drafts are believed to be."""
+    lookahead = taught(Lookahead(FLAT, Costs([0.001] * 600)), acceptance)
+    numbers, drafts, slots = sequences(1)
+    numbers[0, ASKED] = numbers[0, KNOWN] - 1
+    for kind, length in ((0, first), (1, 1)):
+        lookahead.forget(0, kind)
+        assert lookahead.choose(numbers, drafts, slots, 0, 512)[0][0] == length
+
+
 @pytest.mark.parametrize(
     ("acceptance", "costs", "best"),
     [
@@ -221,6 +232,7 @@ def test_what_a_request_allows_and_may_still_come_are_limits():
 def test_first_drafts_are_short():
     numbers, drafts, slots = sequences(1)
     lookahead = taught(Lookahead(FLAT, None), 0.99)
+    lookahead.group[:] = 0.0  # nothing is known of its kind
     lengths = []
     for yielded in range(1, 6):
         numbers[0, ASKED] = numbers[0, KNOWN] - yielded
@@ -231,6 +243,7 @@ def test_first_drafts_are_short():
 def test_first_drafts_beside_long_ones_are_long():
     numbers, drafts, slots = sequences(2)
     lookahead = taught(Lookahead(FLAT, None), 0.99, 0.99)
+    lookahead.group[:] = 0.0
     numbers[0, ASKED] = numbers[0, KNOWN] - 1
     assert lookahead.choose(numbers, drafts, slots, 0, 512)[0][:2].tolist() == 2 * [MAX_DRAFT_TOKENS]
     numbers[1, ASKED] = numbers[1, KNOWN] - 1
