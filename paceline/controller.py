@@ -158,6 +158,7 @@ class Controller:
             if not lanes:  # all of its groups have left
                 continue
             events += self._swap(lanes, now)
+            self._touched.discard(lane)  # who has just left does not come back before the next turn
             while batch := self._next_of(lanes, now):
                 batches.append(batch)
                 events += self._preempted(batch.group, now)

@@ -217,3 +217,16 @@ def test_no_loss_of_groups_loses_a_request(seed):
     assert ends == Counter(lengths.keys()) and kinds["moved"] > 0
     assert not controller.sequences
     assert all(group.scheduler.num_free_blocks == LIMITS.num_blocks for group in controller.groups)
+
+
+def test_who_has_just_made_room_does_not_come_back_in_the_same_turn():
+    """Its requests are the oldest that wait then; but a step of the model that it would push out has just begun."""
+    groups = [GroupConfig((name,), LIMITS, device=0, slots=2, resident=name != "c") for name in "abc"]
+    controller, outputs = Controller(groups), FixedOutputs(dict.fromkeys("vwxyz", 9))
+    _, (batch,) = controller.turn([Submit(Request(one, 3, 9, model=m)) for one, m in ("va", "wb", "xb")], 0.0)
+    for now in (1.0, 2.0):
+        _, (batch,) = controller.turn([Complete(batch.group, batch.id, outputs(batch))], now)
+    controller.turn([Submit(Request("y", 3, 9, arrival=2.0, model="c"))], 2.0)
+    events, (step,) = controller.turn([Complete(batch.group, batch.id, outputs(batch))], 4.0)
+    assert [(e.kind, e.group) for e in events if e.kind in ("unload", "load")] == [("unload", 0), ("load", 2)]
+    assert step.group == 1 and step.id in controller.groups[1].scheduler.flying
