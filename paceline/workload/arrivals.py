@@ -64,7 +64,8 @@ def resampled(times: Floats, rate_scale: float, cv_scale: float, window: float, 
     if len(times) < 2 or times[-1] <= times[0]:
         return times.copy()
     begin, end = float(times[0]), float(times[-1])
-    edges = np.append(np.arange(begin, end, window), end)
+    edges = np.arange(begin, end, window)
+    edges = np.append(edges[edges < end], end)  # rounding may bring one more
     counts = np.histogram(times, edges)[0] * rate_scale
     # gaps in units of what is expected between two arrivals, and when each unit is over; from long before the first
     random, ends = np.random.RandomState(seed), np.cumsum(counts)

@@ -49,6 +49,7 @@ def test_resampling_scales_rate_and_burstiness_and_keeps_the_course():
     with pytest.raises(ValueError, match="^cv_scale: "):
         resampled(times, 1, 0, 60, 0)
     assert len(resampled(np.empty(0), 2, 2, 60, 0)) == 0
+    assert len(resampled(np.arange(10, 14) / 10, 1, 1, 0.1, 0)), "1.0, 1.1 and so on may end in 1.3 or beyond it"
 
 
 def test_merging_keeps_order_and_prefers_the_earlier_stream():
