@@ -37,16 +37,24 @@ Part = tuple[Ints, Problem, Choice]  # some of the models, on their own
 def plan(problem: Problem, effort: int = EFFORT, seed: int = 0, progress: Progress = lambda text: None) -> Choice:
     """The best placement found; groups in the order of `Problem.placement`. Deterministic for a seed.
 
-    Models without requests get a replica where room is left. Raises ValueError for a model that fits nowhere.
+    Models that are in no group get a replica where room is left: a placement without them cannot be served. Raises
+    ValueError for a model that fits nowhere.
     """
     refuse_misfits(problem)
     best = in_cells(problem, effort, seed, progress) or solve(problem, effort, seed, progress)
     shape, member = problem.canonical(best.shape, best.member)
     for m in np.flatnonzero(~member.any(0)):
-        g = next((g for g in range(len(shape)) if problem.room(shape[g], member[g])[m]), None)
-        if g is not None:
-            member[g, m] = True
+        member = with_model(problem, shape, member, int(m))
     return Choice(shape, member, problem.evaluate(shape, member))
+
+
+def with_model(problem: Problem, shape: Ints, member: Bools, m: int) -> Bools:
+    """`member` with one model more, in the group where it is in the way of others least; as it is without room."""
+    places = [g for g, p in enumerate(shape) if problem.room(int(p), member[g])[m]]
+    tried = [member | (np.arange(len(shape)) == g)[:, None] & (np.arange(member.shape[1]) == m) for g in places]
+    if len(tried) < 2 or not problem.requests[m]:
+        return tried[0] if tried else member
+    return max(tried, key=lambda more: problem.evaluate(shape, more).score)
 
 
 def in_cells(problem: Problem, effort: int, seed: int, progress: Progress) -> Choice | None:

@@ -236,6 +236,19 @@ def test_models_without_requests_are_placed_where_there_is_room():
     assert choice.member.any(0).all() and quiet.fits(choice.shape, choice.member)
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
+def test_a_model_that_nobody_wants_beside_them_goes_where_it_costs_least(order):
+    """A few requests are met of the slow model, and in each of them many of another one are not."""
+    seconds, weight, rates = (2.0, 0.01, 0.01), (GB, 3 * GB, 3 * GB), (3.0, 20.0, 4.0)
+    tables = [ModelTable(f"m{i}", {Parallel(): ShapeTable((weight[i],), {1: (seconds[i],)})}) for i in order]
+    times, models = merged([gamma(rates[i], 1.0, 60.0, i) for i in order])
+    one = Problem(Cluster(2, 4 * GB), tables, [2.5 if i == 0 else 0.5 for i in order], times, models)
+    choice = plan(one, effort=100_000)
+    assert choice.member.any(0).all()
+    hot = order.index(1)
+    assert choice.outcome.good[hot] == choice.outcome.requests[hot]
+
+
 def test_a_plan_promises_what_its_file_gives():
     one = problem((0.1, 0.2, 0.1, 0.3, 0.1), devices=5, rate=6.0)
     choice = plan(one, effort=200_000)
