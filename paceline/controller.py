@@ -136,8 +136,8 @@ class Controller:
                 case Complete(group, batch_id, result):
                     events += self.complete(group, batch_id, result, now)
                 case Advance(group, batch_id):
-                    self.groups[group].scheduler.advance(batch_id)
-                    self._touch(group)
+                    if self.groups[group].scheduler.advance(batch_id):
+                        self._touch(group)
                 case Lost(group, for_good):
                     events += self.lose(group, now, for_good)
                 case Retire(group):

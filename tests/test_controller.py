@@ -13,7 +13,7 @@ from paceline.batching.pace import LONGER
 from paceline.batching.state import WAITS
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import Batch
-from paceline.core.events import Back, Cancel, Complete, Lost, Retire, Submit
+from paceline.core.events import Advance, Back, Cancel, Complete, Lost, Retire, Submit
 from paceline.core.request import SLO, Request
 from paceline.simulator.driver import FixedOutputs
 
@@ -230,3 +230,13 @@ def test_who_has_just_made_room_does_not_come_back_in_the_same_turn():
     events, (step,) = controller.turn([Complete(batch.group, batch.id, outputs(batch))], 4.0)
     assert [(e.kind, e.group) for e in events if e.kind in ("unload", "load")] == [("unload", 0), ("load", 2)]
     assert step.group == 1 and step.id in controller.groups[1].scheduler.flying
+
+
+def test_a_first_stage_that_nobody_waits_for_is_no_occasion_for_another_model():
+    """Only policies that are late wait for it; the simulation of steps knows of no others."""
+    options = {"policy": "orca", "pipeline": 2, "device": 0, "slots": 1}
+    controller = Controller([GroupConfig((name,), LIMITS, resident=name == "a", **options) for name in "ab"])
+    _, (batch,) = controller.turn([Submit(Request("x", 3, 9, model="a")), Submit(Request("y", 3, 9, model="b"))], 0.0)
+    assert controller.turn([Advance(0, batch.id)], 3.0) == ([], [])
+    events, _ = controller.turn([Complete(0, batch.id, FixedOutputs({"x": 9})(batch))], 4.0)
+    assert [e.kind for e in events if e.kind in ("unload", "load")] == ["unload", "load"]

@@ -248,9 +248,11 @@ class Scheduler:
 
     # Steps
 
-    def advance(self, id: int) -> None:
-        """The batch has left the first stage."""
+    def advance(self, id: int) -> bool:
+        """The batch has left the first stage. Whether that was waited for, as policies do that are late."""
+        waited = self.entering == id
         _leave_first_stage(self.state, id)
+        return waited
 
     def compose(self, group: int, now: float) -> Batch | None:
         """The next step, in flight from `now` on. None: there is nothing to do, or it has to wait.
