@@ -147,7 +147,8 @@ class Int8Linear(PackedLinear):
 
     def pack(self, weight: Tensor) -> None:
         quantized, self.scale = quantize(weight)
-        self.quantized = quantized.t()
+        # of one column the transpose has strides that torch takes for those of another matrix
+        self.quantized = quantized.t() if weight.shape[1] > 1 else quantized.view(1, -1)
         self.nbytes = weight.numel()
 
     def product(self, x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def test_rounded_inputs_are_multiplied_as_bfloat16_where_that_makes_fewer_produc
 
 @pytest.mark.parametrize("kind", INT8)
 @pytest.mark.parametrize("gated", [False, True], ids=["", "gated"])
-@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (16, 2056), (30, 12)])
+@pytest.mark.parametrize(("outer", "inner"), [(96, 64), (50, 24), (16, 2056), (30, 12), (30, 1)])
 def test_int8_is_the_product_of_the_rounded_numbers(kind: str, gated: bool, outer: int, inner: int) -> None:
     weight, bias = random(2 * outer if gated else outer, inner) / inner**0.5, random(2 * outer if gated else outer)
     layer = make_linear(kind, weight, bias, gated)
