@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from paceline.engine import attention, gpu, machine, pages
 from paceline.engine.attention import SliceSpan, StepPlan, norm_addresses
-from paceline.engine.config import ARCHITECTURES, ModelConfig
+from paceline.engine.config import ARCHITECTURES, ModelConfig, ModelError
 from paceline.engine.experts import Experts
 from paceline.engine.gpu import PagedCache
 from paceline.engine.gpu_plan import Layout, PagedPlan
@@ -370,6 +370,19 @@ class _Loader:
         )
 
 
+def _refuse_another_head(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raises ModelError for a head of its own where config.json says that it is the embedding: which one is meant?"""
+    names = "lm_head.weight", f"{EMBEDDING}.weight"
+    parts = (checkpoint.view(name, (config.vocab_size, config.hidden)).split(1024) for name in names)
+    if not all(torch.equal(some.float(), others.float()) for some, others in zip(*parts, strict=True)):
+        raise ModelError(
+            f"{checkpoint.folder / 'config.json'}: tie_word_embeddings: must be false, for lm_head.weight differs from "
+            f"{names[1]}; or leave it out of the checkpoint"
+        )
+    for name in names:
+        checkpoint.release(name)
+
+
 @pages.side_by_side()
 def load_decoder(
     checkpoint: Checkpoint,
@@ -388,6 +401,8 @@ def load_decoder(
     loader = _Loader(checkpoint, config, part, device, kind or best_kind(device), progress)
     head = norm = embedding = None
     if place.last:
+        if config.tied and checkpoint.nbytes("lm_head.weight"):
+            _refuse_another_head(checkpoint, config)
         # The head is the largest matrix: it goes first, while little else is held beside the file's and ours.
         rows = Rows(table if config.tied else "lm_head", config.vocab_size, part.vocabulary)
         head, norm = loader.reader.fused([rows], config.hidden, False), loader.norm("model.norm", config.hidden)

@@ -138,6 +138,18 @@ def test_a_tensor_that_the_config_knows_nothing_of(broken: Path) -> None:
         load(broken)
 
 
+def test_another_head_where_it_is_said_to_be_the_embedding(tmp_path: Path) -> None:
+    table = checkpoints.save("llama-tied", tmp_path).get_input_embeddings().weight.detach()
+    rewrite(tmp_path / "model.safetensors", {"lm_head.weight": table.double().float()})
+    load(tmp_path)
+    rewrite(tmp_path / "model.safetensors", {"lm_head.weight": table.roll(1, 0)})
+    with pytest.raises(ModelError, match=r"config.json: tie_word_embeddings: must be false, for lm_head.weight"):
+        load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [
