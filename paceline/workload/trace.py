@@ -102,20 +102,21 @@ def load(path: Path, model: str | None = None) -> Trace:
     """Reads a trace file; more columns are allowed, and rows need not be in order of arrival.
 
     `model` names the model of a file without such a column, in the Azure traces' form or ours. Raises ValueError with
-    one line that names the column and the row.
+    one line that names the column and the row, which is its line in the file.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = csv.reader(file)
-            header = next(rows, [])
-            return _parsed(path, header, [row for row in rows if row], model)
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets begin theirs with a mark
+            reader = csv.reader(file)
+            rows = [(reader.line_num, row) for row in reader if row]
+        header = rows.pop(0)[1] if rows else []
+        return _parsed(path, header, [row for _, row in rows], [line for line, _ in rows], model)
     except OSError as error:
         raise ValueError(f"trace: {path}: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"trace: {path}: not CSV: {error}") from error
 
 
-def _parsed(path: Path, header: list[str], rows: list[list[str]], model: str | None) -> Trace:
+def _parsed(path: Path, header: list[str], rows: list[list[str]], lines: list[int], model: str | None) -> Trace:
     wanted = list(COLUMNS)
     if model is not None and "model" not in header:
         wanted.remove("model")
@@ -123,16 +124,17 @@ def _parsed(path: Path, header: list[str], rows: list[list[str]], model: str | N
             wanted = list(AZURE)
     missing = [name for name in wanted if name not in header]
     if missing:
-        raise ValueError(f"trace: {path}: no column {missing[0]!r}; needed are {', '.join(wanted)}")
+        there = ", ".join(map(repr, header[:8])) or "none"
+        raise ValueError(f"trace: {path}: no column {missing[0]!r}; needed are {', '.join(wanted)}, there are {there}")
     columns = {}
     for name in wanted:
         index = header.index(name)
         short = next((n for n, row in enumerate(rows) if len(row) <= index), None)
         if short is not None:
-            raise ValueError(f"trace: {path}: row {short + 2} has no {name!r}")
+            raise ValueError(f"trace: {path}: row {lines[short]} has no {name!r}")
         columns[name] = [row[index] for row in rows]
-    arrivals = _numbers(path, wanted[0], columns[wanted[0]], float)
-    prompts, outputs = (_numbers(path, name, columns[name], int) for name in wanted[-2:])
+    arrivals = _numbers(path, wanted[0], columns[wanted[0]], lines, float)
+    prompts, outputs = (_numbers(path, name, columns[name], lines, int) for name in wanted[-2:])
     owners = columns.get("model", [model or ""] * len(rows))
     names = tuple(dict.fromkeys(owners)) or ((model,) if model else ())
     places = {name: index for index, name in enumerate(names)}
@@ -141,15 +143,15 @@ def _parsed(path: Path, header: list[str], rows: list[list[str]], model: str | N
     return Trace(arrivals[order], models[order], prompts[order], outputs[order], names)
 
 
-def _numbers(path: Path, name: str, texts: list[str], kind: type) -> NDArray:  # type: ignore[type-arg]
-    found = []
-    for row, text in enumerate(texts):
+def _numbers(path: Path, name: str, texts: list[str], lines: list[int], kind: type) -> NDArray:  # type: ignore[type-arg]
+    found, valid = [], "a number" if kind is float else "a whole number"
+    for row, text in zip(lines, texts, strict=True):
         try:
             value = kind(text)
         except ValueError:
-            raise ValueError(f"trace: {path}: row {row + 2}: {name} {text!r} is not a number") from None
+            raise ValueError(f"trace: {path}: row {row}: {name} {text!r} is not {valid}") from None
         if not 0 <= value < 2**53:
-            raise ValueError(f"trace: {path}: row {row + 2}: {name} {text!r} is not at least 0, and no more than 2**53")
+            raise ValueError(f"trace: {path}: row {row}: {name} {text!r} is not at least 0, and no more than 2**53")
         found.append(value)
     return np.array(found, np.float64 if kind is float else np.int64)
 

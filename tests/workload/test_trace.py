@@ -30,12 +30,20 @@ def test_more_columns_and_any_order_are_allowed(tmp_path):
     assert trace.prompts.tolist() == [8, 7] and trace.outputs.tolist() == [4, 3]
 
 
+def test_a_file_of_a_spreadsheet(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes("\ufeffarrival,model,prompt_tokens,output_tokens\r\n1,\"a\",2,3\r\n".encode())
+    assert load(path).describe()[0][:2] == ("a", 1)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("arrival,model,prompt_tokens\n", "no column 'output_tokens'; needed are arrival, model"),
         ("", "no column 'arrival'"),
-        ("arrival,model,prompt_tokens,output_tokens\n1,a,2,3\n2,a,x,3\n", "row 3: prompt_tokens 'x' is not a number"),
+        ("arrival,model,prompt_tokens,output_tokens\n1,a,2,3\n2,a,x,3\n", "row 3: prompt_tokens 'x' is not a whole"),
+        ("\narrival,model,prompt_tokens,output_tokens\n1,a,2,3\n\n\n2,a,3.0,3\n", "row 6: prompt_tokens '3.0' is"),
+        ("arrival, model, prompt_tokens, output_tokens\n", "no column 'model'; .*there are 'arrival', ' model', "),
         ("arrival,model,prompt_tokens,output_tokens\n-1,a,2,3\n", "row 2: arrival '-1' is not at least 0"),
         ("arrival,model,prompt_tokens,output_tokens\nnan,a,2,3\n", "row 2: arrival 'nan' is not at least 0"),
         ("arrival,model,prompt_tokens,output_tokens\n1,a,2\n", "row 2 has no 'output_tokens'"),
