@@ -3,7 +3,7 @@
 import difflib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -108,13 +108,25 @@ class FleetFile(BaseModel):
         return "cluster" in self.model_fields_set
 
 
+class _Loader(yaml.SafeLoader):
+    """One that drops no key because another of its name follows."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):  # an anchor's are not in it yet
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key.value!r} is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load(path: Path) -> FleetFile:
     """Reads a fleet file. Raises ValueError with one line that names the key and the valid values."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     try:
         fleet = FleetFile.model_validate(data)
@@ -145,14 +157,17 @@ def _first(error: ValidationError) -> str:
     """The first mistake as KEY: what is wrong; for an unknown key the valid ones, nearest first."""
     mistake = error.errors()[0]
     where = ".".join(str(part) for part in mistake["loc"]) or "file"
-    if mistake["type"] != "extra_forbidden":
+    if mistake["type"] not in ("extra_forbidden", "model_type"):
         return f"{where}: {mistake['msg']}"
-    key = str(mistake["loc"][-1])
     parents = {  # by the last name before the key
         "models": Entry, "slo": Goals, "speculation": Speculation, "workload": Workload, "cluster": ClusterKeys
     }  # fmt: skip
-    names = [part for part in mistake["loc"][:-1] if isinstance(part, str)]
+    path = mistake["loc"] if mistake["type"] == "model_type" else mistake["loc"][:-1]
+    names = [part for part in path if isinstance(part, str)]
     valid = list((parents[names[-1]] if names else FleetFile).model_fields)
+    if mistake["type"] == "model_type":
+        return f"{where}: must have keys; valid are {', '.join(valid)}"
+    key = str(mistake["loc"][-1])
     near = difflib.get_close_matches(key, valid, 1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"{where}: unknown key; {hint}valid are {', '.join(valid)}"

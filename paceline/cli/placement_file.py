@@ -28,7 +28,7 @@ def load_placement(path: Path) -> Placement:
         file = msgspec.json.decode(path.read_bytes(), type=PlacementFile)
     except OSError as error:
         raise ValueError(f"placement: {path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"placement: {path}: {error}") from error
     try:
         return Placement(

@@ -42,6 +42,7 @@ from paceline.workload.trace import Trace, load
 REQUESTS = 10_000  # that a workload is made of, about, unless a duration is given
 STEPWISE_REQUESTS = 2000  # likewise where steps are simulated one by one
 MOST_S = 3600.0  # of recorded requests beside those of workloads
+MOST_DEVICES = 1 << 16
 FEWEST = 50  # requests of late, below which traffic is not known
 DEFAULT_POLICY, DEFAULT_WIDTH = GroupConfig().policy, SchedulerConfig().token_budget  # as `serve` has them
 OVERHEAD = 640 << 20  # bytes of a worker beside its models, at least: interpreter, libraries, the largest step
@@ -370,6 +371,8 @@ def _from_config(entry: Entry, path: Path, working: int) -> ModelTable:
 
 def _cluster(keys: ClusterKeys) -> Cluster:
     devices = keys.count
+    if devices > MOST_DEVICES:
+        raise ValueError(f"devices: {devices} are more than the {MOST_DEVICES} that are planned for at most")
     memory = device_bytes(devices) if keys.memory == "auto" else parse_bytes(str(keys.memory))
     rate = keys.load_bandwidth
     bandwidth = rate if isinstance(rate, int) else parse_bytes(rate, "load_bandwidth")

@@ -119,6 +119,6 @@ def load(path: Path) -> Profile | None:
         return None
     try:
         file = msgspec.json.decode(contents, type=ProfileFile)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"profile: {path} is not a profile ({error}); delete it or profile again") from error
     return next(iter(file.models.values()))

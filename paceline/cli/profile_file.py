@@ -88,5 +88,5 @@ class PlanningProfile(msgspec.Struct):
             return msgspec.json.decode(path.read_bytes(), type=PlanningProfile)
         except OSError as error:
             raise ValueError(f"profile: {path}: {error.strerror}") from error
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"profile: {path} is not a profile: {error}") from error

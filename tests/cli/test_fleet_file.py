@@ -59,7 +59,13 @@ def test_a_fleet_file_names_its_models(tmp_path):
         ("models:\n  - {name: 3, source: x}\n", "models.0.name"),
         (GOOD + "  - {name: a, source: builtin:coder}\n", "'a' is there twice"),
         ("models: [}\n", "not YAML"),
-        ("just text\n", "file"),
+        ("just text\n", "file: must have keys; valid are models, cluster"),
+        ("", "file: must have keys"),
+        ("models:\n  - {name: a, source: x, slo: }\n", "models.0.slo: must have keys; valid are ttft, tbt, deadline"),
+        ("models:\n  - builtin:coder\n", "models.0: must have keys; valid are name, source"),
+        (GOOD + "models: []\n", "key 'models' is there twice .*line "),
+        ("models:\n  - {name: a, source: x, source: y}\n", "key 'source' is there twice"),
+        ("[" * 3000, "not YAML"),
     ],
 )
 def test_mistakes_are_one_line_that_names_the_key(tmp_path, text, message):
@@ -103,6 +109,12 @@ def test_goals_and_precision_are_a_models_own(tmp_path):
     for option in ({"slo": SLO(tbt=1.0)}, {"quantization": "int8"}, {"kv_cache_dtype": "float16"}):
         with pytest.raises(ValueError, match="keys of its models"):
             find_models([str(write(tmp_path, text))], [], **option)
+
+
+def test_a_model_may_be_like_another(tmp_path):
+    text = "models:\n  - &a {name: a, source: x, slo: {tbt: 1}}\n  - {<<: *a, name: b}\n"
+    a, b = fleet_file.load(write(tmp_path, text)).models
+    assert (b.name, b.slo) == ("b", a.slo)
 
 
 def test_a_fleet_file_that_is_not_there_is_named(tmp_path):

@@ -254,6 +254,7 @@ def edited(folder: Path, old: str, new: str) -> list[str]:
         ("profile:large", "profile:huge", "model 'c': no 'huge' in a profile; it has small, large"),
         ("devices: 4", "devices: 0", "cluster.devices: "),
         ("devices: 4", "device: 4", "cluster.device: unknown key; did you mean 'devices'"),
+        ("devices: 4", "devices: 99999999999", "devices: 99999999999 are more than the 65536"),
         ("memory: 5GiB", "memory: lots", "memory: 'lots' is not a size"),
     ],
 )
@@ -295,6 +296,20 @@ def test_mistakes_in_what_is_simulated(folder, name, text, words):
     (folder / name).write_text(text)
     arguments = ["--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv", "--out", "r"]
     assert words in paceline(folder, "simulate", "fleet.yaml", *arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.json", '{"groups": [{"devices": [0], "parallel": {}, "models": ["\xe9"]}]}'),
+        ("profile.json", '{"models": {}, "device": "\xe9"}'),
+    ],
+)
+def test_a_file_in_another_encoding_is_named(folder, name, text):
+    (folder / "p.json").write_text('{"groups": [{"devices": [0], "parallel": {}, "models": ["a"]}]}')
+    (folder / name).write_bytes(text.encode("latin-1"))
+    arguments = ["--profile", "profile.json", "--placement", "p.json", "--trace", "t.csv", "--out", "r"]
+    assert name in paceline(folder, "simulate", "fleet.yaml", *arguments, code=2)
 
 
 def test_models_with_steps_are_planned_by_simulating_them(folder):

@@ -145,9 +145,10 @@ def test_a_profile_is_the_same_after_the_file(tmp_path):
     profile_cache.save(tmp_path / "a" / "p.json", "m", PROFILE, device)
     assert profile_cache.load(tmp_path / "a" / "p.json") == PROFILE
     assert profile_cache.load(tmp_path / "b.json") is None
-    (tmp_path / "c.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"c\.json is not a profile"):
-        profile_cache.load(tmp_path / "c.json")
+    for contents in (b"{}", b'{"models": {"\xe9": {}}}'):
+        (tmp_path / "c.json").write_bytes(contents)
+        with pytest.raises(ValueError, match=r"c\.json is not a profile"):
+            profile_cache.load(tmp_path / "c.json")
 
 
 def test_the_cache_is_kept_apart_by_all_that_matters(tmp_path):
