@@ -1,6 +1,7 @@
 """The command `paceline`. Exit codes: 0 done, 2 bad input (one line names it), 1 anything else (one line names a
 file that could not be used, or a server that could not answer)."""
 
+import io
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,16 +22,19 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"] and not any(word.startswith("--ray") for word in sys.argv):
         with suppress(OSError):  # who needs it will say so
             fork_server("paceline.cli.worker").start()  # imports what workers need, while we import what a server needs
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # of what the locale has no letters for
     try:
-        if code := app()():
+        code = app()()
+        print(end="", flush=True)
+        if code:
             sys.exit(code)
     except ValueError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"paceline: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"paceline: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

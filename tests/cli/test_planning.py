@@ -3,6 +3,8 @@
 import csv
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import asdict
@@ -277,6 +279,18 @@ def test_a_file_that_fails_meanwhile_is_one_line(folder, monkeypatch):
     monkeypatch.setattr("paceline.workload.trace.Trace.save", save)
     told = paceline(folder, "trace", "make", "fleet.yaml", "--out", "t.csv", code=1)
     assert told == "paceline: t.csv: No space left on device\n"
+
+
+def test_what_cannot_be_printed(folder):
+    """A full disk is one line, a letter that the locale does not have a question mark."""
+    (folder / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,é,1,0\n", encoding="utf-8")
+    command = [sys.executable, "-m", "paceline.cli.main", "trace", "show", "t.csv"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder)
+    assert (done.returncode, done.stderr) == (1, "paceline: No space left on device\n")
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, "") and "\n?  " in done.stdout
 
 
 @pytest.mark.parametrize(
