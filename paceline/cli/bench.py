@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from paceline.cli import fleet_file
-from paceline.cli.ask import failed
+from paceline.cli.ask import bearer, failed
 from paceline.cli.planning import check_parent, make_folder
 from paceline.cli.simulate import report_table
 from paceline.core.request import SLO
@@ -64,8 +64,7 @@ def bench(
         requests = Trace(
             requests.arrivals / speed, requests.models, requests.prompts, requests.outputs, requests.names
         )
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    client = Client(url.rstrip("/").removesuffix("/v1"), headers, timeout, text)
+    client = Client(url.rstrip("/").removesuffix("/v1"), bearer(api_key), timeout, text)
     outcomes, late = asyncio.run(client.send(requests))
     outcomes.save(out / "requests.csv", goals)
     summary = report(outcomes, goals) | {"sent_late_p99_s": late}

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
-from paceline.cli.ask import failed
+from paceline.cli.ask import bearer, failed
 
 
 def chat(
@@ -62,15 +62,17 @@ class Client:
     """As much of the OpenAI API as a chat needs."""
 
     def __init__(self, url: str, api_key: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port
+        except ValueError as error:
+            raise ValueError(f"url: {url!r} is not like http://HOST:PORT: {error}") from error
+        if parts.scheme not in ("http", "https") or not host:
             raise ValueError(f"url: {url!r} is not like http://HOST:PORT")
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._connect = lambda: kind(parts.hostname or "", parts.port, timeout=600)
+        self._connect = lambda: kind(host, port, timeout=600)
         self._url, self._prefix = url, parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"} | (
-            {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        )
+        self._headers = {"Content-Type": "application/json"} | bearer(api_key)
 
     def models(self) -> list[str]:
         with self._send("GET", "/v1/models") as response:

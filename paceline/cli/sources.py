@@ -23,6 +23,10 @@ def resolve(source: str, *needed: str) -> Path:
         if not (path / "config.json").is_file():
             raise ValueError(f"source: {source!r} has no config.json; give a directory with a Hugging Face checkpoint")
         return path
+    if path.is_file():
+        raise ValueError(
+            f"source: {source!r} is a file; valid are a checkpoint's directory or, alone, a fleet file (*.yaml, *.yml)"
+        )
     if source.count("/") == 1 and not source.startswith((".", "/", "~")):
         return _download(source, needed or NEEDED)
     raise ValueError(f"source: {source!r} is neither builtin:NAME, nor a directory, nor a hub id (OWNER/NAME)")

@@ -5,6 +5,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import Callable
+from errno import EADDRNOTAVAIL
 
 import uvicorn
 from fastapi import FastAPI
@@ -104,7 +105,9 @@ class _Server(uvicorn.Server):
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that alone has the address but does not listen yet: connections are refused. Port 0 is any free one.
-    Raises OSError."""
+    Raises OSError, for an empty host, too, by which the system means all addresses."""
+    if not host:
+        raise OSError(EADDRNOTAVAIL, "no address; 0.0.0.0 is all of them")
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         try:

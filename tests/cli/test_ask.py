@@ -87,6 +87,22 @@ def test_who_has_no_models(models, url):
     assert done.returncode == 2 and done.stderr == f"paceline: url: no list of models at {url}/{models}\n"
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_key_that_is_none_is_not_told_but_named(command, url, tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_API_KEY", "secret\n")
+    (tmp_path / "trace.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,a,3,2\n")
+    (tmp_path / "fleet.yaml").write_text("models:\n  - {name: a, source: builtin:coder}\n")
+    done = paceline(*COMMANDS[command], url, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.endswith(": api-key: a key must be printable ASCII, on one line\n")
+    assert done.stderr.count("\n") == 1 and "secret" not in done.stderr
+
+
+@pytest.mark.parametrize("wrong", ["http://127.0.0.1:99999", "http://[::1"])
+def test_a_url_that_is_none(wrong):
+    done = paceline(*CHAT, wrong)
+    assert done.returncode == 2 and done.stderr.startswith(f"paceline: url: {wrong!r} is not like http://HOST:PORT: ")
+
+
 def test_names_are_no_markup(url, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO())
     done = paceline("chat", "--model", "a[/x]", "--url", url)

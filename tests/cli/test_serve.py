@@ -233,6 +233,8 @@ async def test_what_is_said_to_nobody_ends_nothing(monkeypatch):
         (["builtin:coder", "--memory", "lots"], ["memory", "6GiB"]),
         (["builtin:coder", "--record", "/nowhere/log"], ["record", "/nowhere"]),
         (["nothing.yaml"], ["nothing.yaml"]),
+        (["README.md"], ["'README.md' is a file", "directory", "alone, a fleet file (*.yaml, *.yml)"]),
+        (["builtin:coder-draft", "--host", ""], ["host, port: cannot listen on :8000: no address; 0.0.0.0 is all"]),
         (["builtin:coder", "--async-scheduling", "--policy", "orca"], ["async-scheduling", "'orca'", "paceline does"]),
         (["builtin:coder", "--dtype", "float16"], ["dtype: this processor does not compute in float16", "float32"]),
         (["builtin:coder", "--device", "cuda", "--kv-cache-dtype", "float16"], ["kv-cache-dtype: float16 is for CPUs"]),
