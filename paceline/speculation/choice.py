@@ -56,8 +56,8 @@ THRESHOLDS = np.array([2.0, *np.geomspace(0.97, 0.03, 24)])
 
 @part
 def _longest(numbers, running):  # type: ignore[no-untyped-def]
-    """What drafts may have by how far they are: four tokens more for each that the eldest sequence has yielded, its first
-    ones one."""
+    """What drafts may have in any case: four tokens more for each that the eldest sequence has yielded, its first ones
+    one."""
     yielded = 0
     for i in range(running.shape[0]):
         yielded = max(yielded, numbers[running[i], KNOWN] - numbers[running[i], ASKED])
