@@ -2,9 +2,11 @@
 file that could not be used, or a server that could not answer)."""
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from errno import ENOSPC, EPIPE
 from functools import cache
 
 from paceline.cli.lasting import lasting
@@ -33,8 +35,11 @@ def main() -> None:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
+        if error.filename is None and error.errno not in (ENOSPC, EPIPE):
+            raise
         where = f"{error.filename}: " if error.filename else ""
-        print(f"paceline: {where}{error.strerror or error}", file=sys.stderr)
+        print(f"paceline: {where}{error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what was not printed will not be at the end either
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -30,6 +30,7 @@ GAPS = 3  # between latencies, at which buckets may end
 ROUNDS = 24  # of the fast heuristic: with more replicas to place several are placed between simulations
 LIKELY = 2  # shapes that buckets are tried with: those that are best for all models
 APART = 1.25  # latencies whose ratio is below are of one bucket
+PLACES = 8  # groups that a model is tried in which the search left out
 Progress = Callable[[str], None]
 Part = tuple[Ints, Problem, Choice]  # some of the models, on their own
 
@@ -49,8 +50,10 @@ def plan(problem: Problem, effort: int = EFFORT, seed: int = 0, progress: Progre
 
 
 def with_model(problem: Problem, shape: Ints, member: Bools, m: int) -> Bools:
-    """`member` with one model more, in the group where it is in the way of others least; as it is without room."""
+    """`member` with one model more, in the group where it is in the way of others least, of PLACES whose models have the
+    fewest requests; as it is without room."""
     places = [g for g, p in enumerate(shape) if problem.room(int(p), member[g])[m]]
+    places = sorted(places, key=lambda g: int(problem.requests[member[g]].sum()))[:PLACES]
     tried = [member | (np.arange(len(shape)) == g)[:, None] & (np.arange(member.shape[1]) == m) for g in places]
     if len(tried) < 2 or not problem.requests[m]:
         return tried[0] if tried else member

@@ -285,10 +285,11 @@ def test_what_cannot_be_printed(folder):
     """A full disk is one line, a letter that the locale does not have a question mark."""
     (folder / "t.csv").write_text("arrival,model,prompt_tokens,output_tokens\n0,é,1,0\n", encoding="utf-8")
     command = [sys.executable, "-m", "paceline.cli.main", "trace", "show", "t.csv"]
+    usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder, env=usual)
     assert (done.returncode, done.stderr) == (1, "paceline: No space left on device\n")
-    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    ascii_only = usual | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=ascii_only)
     assert (done.returncode, done.stderr) == (0, "") and "\n?  " in done.stdout
 
