@@ -50,8 +50,8 @@ def plan(problem: Problem, effort: int = EFFORT, seed: int = 0, progress: Progre
 
 
 def with_model(problem: Problem, shape: Ints, member: Bools, m: int) -> Bools:
-    """`member` with one model more, in the group where it is in the way of others least, of PLACES whose models have the
-    fewest requests; as it is without room."""
+    """`member` with one model more, in the group where it is in the way of others least, of PLACES whose models have
+    the fewest requests; as it is without room."""
     places = [g for g, p in enumerate(shape) if problem.room(int(p), member[g])[m]]
     places = sorted(places, key=lambda g: int(problem.requests[member[g]].sum()))[:PLACES]
     tried = [member | (np.arange(len(shape)) == g)[:, None] & (np.arange(member.shape[1]) == m) for g in places]
