@@ -53,11 +53,14 @@ def with_model(problem: Problem, shape: Ints, member: Bools, m: int) -> Bools:
     """`member` with one model more, in the group where it is in the way of others least, of PLACES whose models have
     the fewest requests; as it is without room."""
     places = [g for g, p in enumerate(shape) if problem.room(int(p), member[g])[m]]
-    places = sorted(places, key=lambda g: int(problem.requests[member[g]].sum()))[:PLACES]
-    tried = [member | (np.arange(len(shape)) == g)[:, None] & (np.arange(member.shape[1]) == m) for g in places]
-    if len(tried) < 2 or not problem.requests[m]:
-        return tried[0] if tried else member
-    return max(tried, key=lambda more: problem.evaluate(shape, more).score)
+    places.sort(key=lambda g: int(problem.requests[member[g]].sum()))
+    tried = []
+    for g in places[: PLACES if problem.requests[m] else 1]:
+        tried.append(member.copy())
+        tried[-1][g, m] = True
+    if len(tried) == 1:
+        return tried[0]
+    return max(tried, key=lambda more: problem.evaluate(shape, more).score, default=member)
 
 
 def in_cells(problem: Problem, effort: int, seed: int, progress: Progress) -> Choice | None:

@@ -101,10 +101,9 @@ def _simulate(w: World, kept: int) -> bool:
             counts[COME] += 1
         lane = _first_dirty(flights)
         while lane >= 0:
-            flights.dirty[lane] = False
             if there.slots[lane] > 0:
                 _swap(w, lane, now)
-                flights.dirty[lane] = False  # who has just left does not come back before the next turn
+            flights.dirty[lane] = False  # who has just left does not come back before the next turn
             while _compose(w, lane, now):
                 pass  # perhaps there is room for another
             lane = _first_dirty(flights)

@@ -92,7 +92,8 @@ def _survivals(numbers, drafts, running, counts, group, kinds):  # type: ignore[
         alive, believed, kind, last = 1.0, GUESS, group[kinds[slot]], MAX_DRAFT_TOKENS
         odds = (kind[0, last] + GROUP_WEIGHT) / (kind[1, last] + GROUP_WEIGHT)
         there[i] = (counts[slot, 0, last] + WEIGHT * odds) / (counts[slot, 1, last] + WEIGHT)
-        most = min(drafts[slot], max(longest, _proven(kind)), row[LIMIT] - row[KNOWN] - 1)
+        deep = longest if longest == MAX_DRAFT_TOKENS else max(longest, _proven(kind))
+        most = min(drafts[slot], deep, row[LIMIT] - row[KNOWN] - 1)
         for j in range(max(0, most)):
             believed = (kind[0, j] + GROUP_WEIGHT * believed) / (kind[1, j] + GROUP_WEIGHT)
             alive *= (counts[slot, 0, j] + WEIGHT * believed) / (counts[slot, 1, j] + WEIGHT)
