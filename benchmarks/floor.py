@@ -25,6 +25,7 @@ BATCHES, CONTEXT = (1, 2, 4, 5, 8, 16, 32), 64
 PROMPTS = (512, 2048)
 ROUNDS, STEPS = 5, 4
 BLOCK = 16
+TOGETHER = 512  # rows of linear layers that are measured alone
 
 
 class Steps:
@@ -71,17 +72,20 @@ class Steps:
         return whole, self._linear(length)
 
     def _linear(self, rows: int) -> float:
-        """The linear layers of such a step, without what is between them."""
+        """The linear layers of such a step, without what is between them, and some rows at a time, as there: outputs of
+        all would be more than the allocator keeps, and in new pages every time."""
         decoder = self.engine.decoder
         config = decoder.config
         x, mixed = torch.randn(rows, config.hidden), torch.randn(rows, config.heads * config.head_dim)
         begin = time.perf_counter()
         for layer in decoder.layers:
-            layer.qkv(x, layer.input_norm)
+            for some in x.split(TOGETHER):
+                layer.qkv(some, layer.input_norm)
             if layer is decoder.layers[-1]:  # which does the rest for the token that is read alone
                 x, mixed = x[:1], mixed[:1]
-            layer.out(mixed, add_to=x)
-            layer.down(layer.gate_up(x, layer.post_norm), add_to=x)
+            for some, seen in zip(x.split(TOGETHER), mixed.split(TOGETHER), strict=True):
+                layer.out(seen, add_to=some)
+                layer.down(layer.gate_up(some, layer.post_norm), add_to=some)
         return time.perf_counter() - begin
 
 

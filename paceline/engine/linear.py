@@ -302,7 +302,8 @@ class TiledBF16Linear(TiledLinear):
 
 
 class TiledRoundedLinear(TiledBF16Linear):
-    """And with AMX of inputs that are rounded to bfloat16: a third of the products."""
+    """And of inputs that are rounded to bfloat16 where the processor multiplies pairs of it: half of the products, with
+    AMX a third."""
 
     kind = "tiled_rounded"
 

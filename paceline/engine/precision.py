@@ -21,7 +21,7 @@ def precision(
 
     `dtype` "auto" is bfloat16 on GPUs. CPUs compute in float32 then, and weights that are bfloat16 in the checkpoint
     stay it; "float32" makes floats of them. "bfloat16" makes that of all weights but int8, and of what they are
-    multiplied by where the processor has matrix registers for it. With `kv_cache_dtype` "auto" keys and values are as
+    multiplied by where the processor multiplies pairs of it. With `kv_cache_dtype` "auto" keys and values are as
     what is computed in, but in half precision beside int8 and "bfloat16", where much more is rounded. Raises
     ModelError, with the `key` that `quantization` has.
     """

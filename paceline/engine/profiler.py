@@ -26,7 +26,7 @@ from paceline.engine.runner import ModelRunner
 from paceline.latency.profile import Measured, Profile, summarize
 from paceline.latency.roofline import Roofline
 from paceline.latency.tiles import sweep_widths
-from paceline.processor import HAS_AMX
+from paceline.processor import HAS_BF16
 
 LONGEST = 4096  # tokens of context: attention is linear in it, so longer ones would only take longer to measure
 LEAST_RUNS, MOST_RUNS = 2, 12  # of a step, after its first
@@ -122,7 +122,7 @@ def chained(runner: ModelRunner, max_batch: int) -> dict[int, float]:
 def roofline(runner: ModelRunner, quantization: str) -> Roofline:
     """The model's sizes over what the device gives now. A token computes in its own experts only."""
     decoder, config = runner.decoder, runner.decoder.config
-    dtype = torch.bfloat16 if quantization == "bfloat16" and HAS_AMX else decoder.dtype
+    dtype = torch.bfloat16 if quantization == "bfloat16" and HAS_BF16 else decoder.dtype
     token_flop, emit_flop = operations(config)
     expert_bytes = sum(
         config.layer_bytes(layer, quantization) - config.layer_bytes(layer, quantization, experts=0)

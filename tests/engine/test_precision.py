@@ -138,7 +138,7 @@ def test_they_give_the_same_logprobs_in_half_the_memory(halved: Path, kv: str) -
 @pytest.mark.skipif(not HAS_TILES, reason="refused")
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "draft"])
 def test_weights_become_bfloat16_when_that_is_asked_for(tmp_path: Path, drafts: bool) -> None:
-    """So does what they are multiplied by, with AMX: near what floats give, and a row's bits are its own."""
+    """So does what they are multiplied by, where pairs of it are: near what floats give, a row's bits its own."""
     checkpoints.save("qwen2", tmp_path)
     drafter = str(tmp_path) if drafts else "ngram"
     options = dict(max_batch_tokens=64, max_batch=4, block_size=4, num_blocks=64, drafter=drafter)

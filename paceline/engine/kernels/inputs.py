@@ -81,11 +81,12 @@ def quantize_row(builder, x, width, out, scale):
 
 def _split_row_of(wide: bool, parts: int = PARTS):
     """split(x, width, out): the first so many parts of x [width], filled up with zeros, to out: to one of 16 rows of
-    [width / DEEP, parts, 16, DEEP] bfloat16, or if `wide` to [width / DEEP, parts, DEEP] as float32."""
+    [width / DEEP, parts, 16, DEEP] bfloat16, or if `wide` to [width / DEEP, parts, DEEP] as float32. Without AMX only
+    one part of a row is of use, [width]."""
 
     @by_hand(I64, I64, I64)
     def split(builder, x, width, out):
-        each = 4 * DEEP if wide else TILE
+        each = 4 * DEEP if wide else TILE if HAS_AMX else 2 * DEEP
 
         def some(i, left, nothing):
             source = builder.add(x, builder.shl(i, LONG(7)))
@@ -99,7 +100,7 @@ def _split_row_of(wide: bool, parts: int = PARTS):
                     if wide:
                         v.store(builder, number, target, each * part + 64 * half)
                     else:
-                        builder.store(bits, v.at(builder, target, each * part + 32 * half, SHORTS), align=32)
+                        builder.store(bits, v.at(builder, target, each * part + 32 * half, SHORTS), align=2)
                     rest = builder.fsub(rest, number)
             return []
 

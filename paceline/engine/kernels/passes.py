@@ -44,7 +44,7 @@ def byte_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
 
 
 @kernel(types.void(*[I64] * 10))
-def _bf16_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
+def bf16_rows(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap):
     bf16_tile(rows, a, a_stride, w, w_stride, steps, c, c_stride, ahead, gap)
 
 
@@ -104,7 +104,7 @@ def product(matrices, bf16, narrow, shape, rows, a, a_stride, w, steps, c, fresh
                 gap = nbytes // steps // (1 if narrow or HAS_AVX512 else 2)
                 left[0] -= 1
             if bf16:
-                _bf16_rows(some, rest, a_stride, weights, line, steps - whole, sums + low * line, line, ahead, gap)
+                bf16_rows(some, rest, a_stride, weights, line, steps - whole, sums + low * line, line, ahead, gap)
             elif narrow:
                 _narrow_rows(some, rest, a_stride, weights, line, steps - whole, sums + low * line, line, ahead, gap)
             else:

@@ -50,6 +50,7 @@ from paceline.engine.kernels.matrix_tiles import (
     split_tile,
 )
 from paceline.engine.kernels.passes import (
+    bf16_rows,
     block_of,
     byte_rows,
     fetching,
@@ -60,7 +61,7 @@ from paceline.engine.kernels.passes import (
 )
 from paceline.engine.kernels.threads import begin_shares, next_of, open_gate, own_space_of, wait
 from paceline.engine.kernels.vectors import FLOAT, SIDES, VECTOR, WHOLE
-from paceline.processor import HAS_AMX
+from paceline.processor import HAS_AMX, HAS_BF16
 
 SPLIT_STREAMS = 3  # passes of rows up to which each makes the parts of weights itself: from the first cache it takes
 # 240 ns a step of 32 rows with them; where one leaves them to others it takes 340, and these 210
@@ -157,8 +158,9 @@ def _panels(
     """What a thread takes of a product's panels, in vectors: a [rows, inner], prepared, times w to c [rows, outer]."""
     columns = 16 if kind == GATE else COLUMNS
     panels = (outer + columns - 1) // columns
-    integer, mixed = w_scale > ROUNDED_BF16, w_scale != 0
-    a_size, size, each = (BYTE, 1, 4) if integer else (4, 2, 2) if mixed else (4, 4, 1)  # each: numbers of a step
+    integer, rounded, mixed = w_scale > ROUNDED_BF16, w_scale == ROUNDED_BF16 and HAS_BF16, w_scale != 0
+    # each: numbers of a step
+    a_size, size, each = (BYTE, 1, 4) if integer else (2, 2, 2) if rounded else (4, 2, 2) if mixed else (4, 4, 1)
     parts = (inner + DEPTH * 4 // size - 1) // (DEPTH * 4 // size)
     depth = ((inner + parts - 1) // parts + 7) // 8 * 8
     together = max(1, TAKEN // (inner * COLUMNS * size))
@@ -186,6 +188,8 @@ def _panels(
                                 _fetch_to_write(target + i * c_stride + (width - 1) * 4)
                     if integer:
                         byte_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
+                    elif rounded:
+                        bf16_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
                     elif mixed:
                         mixed_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
                     else:
@@ -290,14 +294,16 @@ def some_linear(
 ):  # fmt: skip
     """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
     that has them to itself (0 of 1) waits for nobody."""
-    a, stride, scales, integer, rounded = x, x_stride, x, w_scale > ROUNDED_BF16, w_scale == ROUNDED_BF16
-    if norm != 0 or integer or HAS_AMX:
-        few, plain, one = rows <= MATRIX_ROWS if HAS_AMX else rows < ALONE, not (integer or HAS_AMX), inner * 4 + LINE
+    a, stride, scales = x, x_stride, x
+    integer, rounded = w_scale > ROUNDED_BF16, w_scale == ROUNDED_BF16 and HAS_BF16
+    plain, one = not (integer or rounded or HAS_AMX), inner * 4 + LINE
+    if norm != 0 or not plain:
+        few = rows <= MATRIX_ROWS if HAS_AMX else rows < ALONE
         begin, end = (0, rows) if few else (rows * t // threads, rows * (t + 1) // threads)
         normed = own + TILES_SPACE if few else shared + t * one  # a row, but where rows need nothing else
         a = own + TILES_SPACE + one if few else shared + threads * one
         a += -a % LINE
-        stride = one if plain else inner * BYTE + LINE
+        stride = one if plain else inner * (BYTE if integer else 2) + LINE
         if HAS_AMX:  # of 16 rows
             stride = matrix_steps(inner, integer) * (TILE if integer or rounded else TILE * PARTS)
         scales = a + ((rows + 15) // 16 if HAS_AMX else rows) * stride
@@ -310,7 +316,7 @@ def some_linear(
             place = a + (row // 16 * stride + row % 16 * LINE if HAS_AMX else row * stride)
             if integer:
                 quantize_row(here, inner, place, scales + row * 4)
-            elif HAS_AMX and rounded:
+            elif rounded:
                 round_row(here, inner, place)
             elif HAS_AMX and rows == 1:
                 widen_row(here, inner, place)
@@ -335,7 +341,7 @@ def linear(
     """x [rows, inner], normed first unless `norm` is 0, times packed w, to c [rows, outer]. For GATE a panel gives 16.
 
     w: [panels, inner, 32] float32, bias [panels, 32]. If `w_scale` is KEPT_BF16 or ROUNDED_BF16, w is [panels,
-    inner / 2, 32, 2] bfloat16, and with the second, where there is AMX, x is rounded to that, too. Unless it is one of
+    inner / 2, 32, 2] bfloat16, and with the second and HAS_BF16 x is rounded to that, too. Unless it is one of
     these or 0, w is [panels, inner / 4, 32, 4] int8, or [panels, inner / 2, 32, 2] without VNNI, and w_scale
     [panels, 32] multiplies its columns; rows of x become whole numbers, each with its own scale. Behind w_scale lies
     128 times the sum of every column, int32 [panels, 32], since those numbers are 128 above the values they stand for.
