@@ -54,7 +54,9 @@ STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `products._finish`
 # in place of the address of scales: weights are bfloat16; so are activations, where there is HAS_BF16
 KEPT_BF16, ROUNDED_BF16 = 1, 2
 
-FAST = {"reassoc", "contract", "nsz", "arcp"}  # everything but ignoring infinities and NaNs, which must come through
+# Not ignoring infinities and NaNs, which must come through; and no sums in another order ("reassoc") and no dividing by
+# estimates ("arcp"), which LLVM does in one form of a loop and not in another: a row's bits would depend on the others
+FAST = {"contract", "nsz"}
 I64, F32, LONG = types.int64, types.float32, ir.IntType(64)
 LONGS_1D, LONGS_2D = types.int64[::1], types.int64[:, ::1]
 
