@@ -279,7 +279,8 @@ class TiledLinear:
     def addresses(self) -> tuple[int, int, int]:
         """Of the weights, their scales (or what `kernels.linear` takes for them) and the bias."""
         panels, scales = self.weights.addresses
-        kinds = {"tiled_bf16": kernels.KEPT_BF16, "tiled_rounded": kernels.ROUNDED_BF16}
+        rounded = kernels.ROUNDED_BF16 if kernels.HAS_BF16 else kernels.KEPT_BF16
+        kinds = {"tiled_bf16": kernels.KEPT_BF16, "tiled_rounded": rounded}
         return panels, kinds.get(self.kind, scales), self.bias.data_ptr()
 
     def __call__(self, x: Tensor, norm: Norm | None = None, add_to: Tensor | None = None) -> Tensor:

@@ -51,7 +51,7 @@ LARGEST_BLOCK = BLOCK * 3 // 2 if HAS_AMX else BLOCK
 SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SUMS_PANELS if HAS_AMX else 1)
 TILES_SPACE = SUMS_SPACE + ((DEPTH_STEPS + 1) * PARTS_STEP if HAS_AMX else 0)
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `products._finish`
-# in place of the address of scales: weights are bfloat16; so are activations, where there is HAS_BF16
+# in place of the address of scales: weights are bfloat16; so are activations, which takes HAS_BF16
 KEPT_BF16, ROUNDED_BF16 = 1, 2
 
 # Not ignoring infinities and NaNs, which must come through; and no sums in another order ("reassoc") and no dividing by

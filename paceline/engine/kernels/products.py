@@ -61,7 +61,7 @@ from paceline.engine.kernels.passes import (
 )
 from paceline.engine.kernels.threads import begin_shares, next_of, open_gate, own_space_of, wait
 from paceline.engine.kernels.vectors import FLOAT, SIDES, VECTOR, WHOLE
-from paceline.processor import HAS_AMX, HAS_BF16
+from paceline.processor import HAS_AMX
 
 SPLIT_STREAMS = 3  # passes of rows up to which each makes the parts of weights itself: from the first cache it takes
 # 240 ns a step of 32 rows with them; where one leaves them to others it takes 340, and these 210
@@ -158,7 +158,7 @@ def _panels(
     """What a thread takes of a product's panels, in vectors: a [rows, inner], prepared, times w to c [rows, outer]."""
     columns = 16 if kind == GATE else COLUMNS
     panels = (outer + columns - 1) // columns
-    integer, rounded, mixed = w_scale > ROUNDED_BF16, w_scale == ROUNDED_BF16 and HAS_BF16, w_scale != 0
+    integer, rounded, mixed = w_scale > ROUNDED_BF16, w_scale == ROUNDED_BF16, w_scale != 0
     # each: numbers of a step
     a_size, size, each = (BYTE, 1, 4) if integer else (2, 2, 2) if rounded else (4, 2, 2) if mixed else (4, 4, 1)
     parts = (inner + DEPTH * 4 // size - 1) // (DEPTH * 4 // size)
@@ -294,8 +294,7 @@ def some_linear(
 ):  # fmt: skip
     """A thread's share of a block of rows of `linear`; returns the turn. Few rows every thread prepares for itself. One
     that has them to itself (0 of 1) waits for nobody."""
-    a, stride, scales = x, x_stride, x
-    integer, rounded = w_scale > ROUNDED_BF16, w_scale == ROUNDED_BF16 and HAS_BF16
+    a, stride, scales, integer, rounded = x, x_stride, x, w_scale > ROUNDED_BF16, w_scale == ROUNDED_BF16
     plain, one = not (integer or rounded or HAS_AMX), inner * 4 + LINE
     if norm != 0 or not plain:
         few = rows <= MATRIX_ROWS if HAS_AMX else rows < ALONE
@@ -341,7 +340,7 @@ def linear(
     """x [rows, inner], normed first unless `norm` is 0, times packed w, to c [rows, outer]. For GATE a panel gives 16.
 
     w: [panels, inner, 32] float32, bias [panels, 32]. If `w_scale` is KEPT_BF16 or ROUNDED_BF16, w is [panels,
-    inner / 2, 32, 2] bfloat16, and with the second and HAS_BF16 x is rounded to that, too. Unless it is one of
+    inner / 2, 32, 2] bfloat16, and with the second, for HAS_BF16, x is rounded to that, too. Unless it is one of
     these or 0, w is [panels, inner / 4, 32, 4] int8, or [panels, inner / 2, 32, 2] without VNNI, and w_scale
     [panels, 32] multiplies its columns; rows of x become whole numbers, each with its own scale. Behind w_scale lies
     128 times the sum of every column, int32 [panels, 32], since those numbers are 128 above the values they stand for.
