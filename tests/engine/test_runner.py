@@ -110,7 +110,7 @@ def test_progress_is_seen_within_a_layer(tmp_path: Path, monkeypatch: pytest.Mon
     thread.start()
     while thread.is_alive():
         seen.add(runner.progress)
-        time.sleep(0.001)
+        time.sleep(0.0001)
     assert len(seen) > 6
 
 
