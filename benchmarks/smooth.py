@@ -2,12 +2,14 @@
 
 A dialled pair behind a real port, drafted for as it pays. So many clients each stream one completion after the other,
 of 64 to 256 tokens, so that prompts come while others decode. The ways are keys of the request, and take turns of a few
-seconds on one server. A gap is that between two tokens as a client reads them; tokens of one message have none between
-them.
+seconds on one server, in random order: what comes behind something else is a few per cent slower or faster by itself.
+Two of them are without drafts, to show what two equal ones differ by. A gap is that between two tokens as a client
+reads them; tokens of one message have none between them.
 """
 
 import asyncio
 import json
+import math
 import os
 import re
 import signal
@@ -16,12 +18,12 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, pairwise
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import median, pvariance
 
 from safetensors.torch import load_file, save_file
 
@@ -33,8 +35,8 @@ PROMPT, OUTPUT = 64, (64, 256)  # tokens
 CASES = ["small"]
 EPS = {0.3: 0.23, 0.6: 0.106, 0.8: 0.049, 0.95: 0.008}  # of the dial, for about so much acceptance
 LOADS = (1, 2, 4, 8, 16, 32)
-WAYS = {"none": {"enabled": False}, "at once": {"smooth": False}, "evenly": {}}
-TURNS, WARM_S = 2, 3.0
+WAYS = {"none": {"enabled": False}, "none again": {"enabled": False}, "at once": {"smooth": False}, "evenly": {}}
+TURNS, WARM_S = 5, 2.0
 
 
 def dialled(shape: str, eps: float) -> tuple[Path, Path]:
@@ -119,15 +121,38 @@ async def turn(way: str, clients: int, seconds: float, seed: str) -> list[Answer
     return answers
 
 
-def figures(answers: list[Answer], seconds: float) -> dict:
-    some = [one for one in answers if len(one.times) > 1]
-    gaps = sorted(b - a for one in some for a, b in pairwise(one.times))
+def gaps_of(answers: list[Answer]) -> list[float]:
+    return sorted(b - a for one in answers for a, b in pairwise(one.times))
+
+
+def p99(turns: list[list[Answer]]) -> float:
+    gaps = gaps_of([one for some in turns for one in some])
+    return gaps[int(0.99 * len(gaps))]
+
+
+def rate(turns: list[list[Answer]]) -> float:
+    """Tokens a turn."""
+    return sum(len(one.times) for some in turns for one in some) / len(turns)
+
+
+def over(some: list[list[Answer]], none: list[list[Answer]], of: Callable[[list[list[Answer]]], float]) -> list[float]:
+    """The ratio of two ways and its standard error, by leaving out each turn of both (a jackknife)."""
+    left = [of(some[:i] + some[i + 1 :]) / of(none[:i] + none[i + 1 :]) for i in range(len(some))]
+    error = math.sqrt((len(left) - 1) * pvariance(left))
+    return [round(of(some) / of(none), 3), round(error, 3)]
+
+
+def figures(turns: list[list[Answer]], none: list[list[Answer]], turn_s: float) -> dict:
+    answers = [one for some in turns for one in some]
+    gaps = gaps_of(answers)
     return {
-        "tokens_s": round(sum(len(one.times) for one in answers) / seconds, 1),
+        "tokens_s": round(rate(turns) / turn_s, 1),
+        "tokens_s_over_none": over(turns, none, rate),
         "p50_gap_ms": round(1e3 * median(gaps), 1),
-        "p99_gap_ms": round(1e3 * gaps[int(0.99 * len(gaps))], 1),
+        "p99_gap_ms": round(1e3 * p99(turns), 1),
+        "p99_over_none": over(turns, none, p99),
         "p999_gap_ms": round(1e3 * gaps[int(0.999 * len(gaps))], 1),
-        "first_ms": round(1e3 * median(one.times[0] - one.begin for one in some), 1),
+        "first_ms": round(1e3 * median(one.times[0] - one.begin for one in answers if one.times), 1),
     }
 
 
@@ -148,12 +173,13 @@ def run(shape: str) -> dict:
     for dialled_to, eps in EPS.items():
         with served(shape, eps):
             for load in LOADS:
-                turn_s = 4.0 + load / 4  # some answers are whole
-                got, before = defaultdict[str, list[Answer]](list), drafted()
+                turn_s = 2.0 + load / 8  # some answers are whole
+                got, before = defaultdict[str, list[list[Answer]]](list), drafted()
                 for n in range(TURNS + 1):
-                    for way in (*list(WAYS)[n % 3 :], *list(WAYS)[: n % 3]):
-                        some = asyncio.run(turn(way, load, turn_s if n else WARM_S, f"{eps}/{load}/{n}"))
-                        got[way] += some if n else []
+                    seed = f"{eps}/{load}/{n}"
+                    for way in Random(seed).sample(list(WAYS), len(WAYS)):
+                        some = asyncio.run(turn(way, load, turn_s if n else WARM_S, seed))
+                        got[way] += [some] if n else []
                 tried, kept = (b - a for a, b in zip(before, drafted(), strict=True))
                 row: dict = {
                     "dialled": dialled_to,
@@ -161,6 +187,6 @@ def run(shape: str) -> dict:
                     "accepted": round(kept / max(tried, 1), 3),
                     "drafts": int(tried),
                 }
-                rows.append(row | {way: figures(some, TURNS * turn_s) for way, some in got.items()})
+                rows.append(row | {way: figures(some, got["none"], turn_s) for way, some in got.items()})
                 print(f"  {rows[-1]}", flush=True)
     return {"rows": rows}

@@ -23,8 +23,10 @@ from tests.server.test_streaming import ROUTES, TOKENIZER, stream, texts
 Steps = list[tuple[float, int]]  # seconds, and what each yields
 
 
-def played(steps: Steps) -> tuple[list[float], list[float]]:
-    """When each part came, and when it went."""
+def played(steps: Steps, late_s: float = 0.0) -> tuple[list[float], list[float]]:
+    """When each part came, and when it went; up to so much later than it was due if that was between steps, since they
+    take all cores."""
+    random = Random(0)
     playout, now, held = Playout(), 0.0, 0
     came: list[float] = []
     went: list[float] = []
@@ -37,7 +39,7 @@ def played(steps: Steps) -> tuple[list[float], list[float]]:
         at = now
         while held:
             when, some = playout.due(held)
-            at = max(at, when)
+            at = max(at, when + (random.uniform(0, late_s) if when > now else 0))
             if at >= now + steps[i + 1][0]:
                 break
             assert 1 <= some <= held
@@ -77,6 +79,33 @@ def test_what_long_steps_yield_lasts_over_short_ones_and_the_next_long_one() -> 
     common = [some[int(0.99 * len(some))] for some in gaps]
     assert common[0] > 0.14 and common[1] < 0.065 and gaps[1][-1] < 0.09
     assert sum(b - a for a, b in zip(came, went, strict=True)) / len(came) < 0.2
+
+
+def drafted(count: int, step_s: float, kept: float, seed: int = 1) -> Steps:
+    """Steps that verify eight drafted tokens, each of which stays with that probability, and some of prompts alone."""
+    random, steps = Random(seed), list[tuple[float, int]]()
+    for _ in range(count):
+        stay = next((i for i in range(8) if random.random() > kept), 8)
+        steps.append((step_s * random.uniform(0.9, 1.2), 1 + stay) if random.random() < 0.8 else (step_s / 3, 1))
+    return steps
+
+
+def p99(times: list[float]) -> float:
+    gaps = sorted(b - a for a, b in pairwise(times))
+    return gaps[int(0.99 * len(gaps))]
+
+
+def test_where_steps_are_short_and_messages_late_gaps_are_not_longer_than_steps() -> None:
+    came, went = played(drafted(400, 0.0075, 0.95), late_s=0.004)
+    assert p99(went) < 0.9 * p99(came)
+
+
+@pytest.mark.parametrize("kept", [0.6, 0.7, 0.8])
+def test_however_few_of_a_wide_step_stay_tokens_go_at_their_mean_pace(kept: float) -> None:
+    came, went = played(drafted(800, 0.06, kept), late_s=0.004)
+    mean = came[-1] / len(came)
+    assert p99(came) > 2.7 * mean and p99(went) < 2.35 * mean
+    assert sum(b - a for a, b in zip(came, went, strict=True)) / len(came) < 0.11
 
 
 def test_where_a_step_yields_one_nothing_is_held() -> None:
