@@ -187,6 +187,6 @@ def run(shape: str) -> dict:
                     "accepted": round(kept / max(tried, 1), 3),
                     "drafts": int(tried),
                 }
-                rows.append(row | {way: figures(some, got["none"], turn_s) for way, some in got.items()})
+                rows.append(row | {way: figures(got[way], got["none"], turn_s) for way in WAYS})
                 print(f"  {rows[-1]}", flush=True)
     return {"rows": rows}
