@@ -3,7 +3,7 @@
 Speculation makes a stream faster and uneven: steps take longer, and what they yield comes together. So tokens wait, as
 in a jitter buffer, for steps that yield few or take long, and go one by one: every so many seconds as one has taken of
 late, slower where few are held and faster where many are. As many should be as a step yields, and as steps are off
-their usual pace by: each token comes about a step later than it could. Where steps yield one nothing is held, and the
+their usual pace by: each token comes a step or two later than it could. Where steps yield one nothing is held, and the
 first token and the end never are. How long steps take and what they yield is learnt from when their outputs come.
 Messages take cores that the next step needs, so those that would be closer than a share of a step, or LEAST_S, go
 together.
