@@ -398,10 +398,12 @@ def load_decoder(
     `config` describes, None: all of it, and then there are no `peers`. Raises ModelError."""
     part = part or part_of(config)
     place, table = part.place, EMBEDDING
+    if config.tied and checkpoint.nbytes("lm_head.weight") and not checkpoint.nbytes(f"{EMBEDDING}.weight"):
+        table = "lm_head"  # `safetensors.torch.save_model` keeps one of two names
     loader = _Loader(checkpoint, config, part, device, kind or best_kind(device), progress)
     head = norm = embedding = None
     if place.last:
-        if config.tied and checkpoint.nbytes("lm_head.weight"):
+        if table == EMBEDDING and config.tied and checkpoint.nbytes("lm_head.weight"):
             _refuse_another_head(checkpoint, config)
         # The head is the largest matrix: it goes first, while little else is held beside the file's and ours.
         rows = Rows(table if config.tied else "lm_head", config.vocab_size, part.vocabulary)

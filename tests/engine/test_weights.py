@@ -5,11 +5,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.engine.config import ModelConfig, ModelError
-from paceline.engine.model import load_decoder
+from paceline.engine.model import Decoder, load_decoder
 from paceline.engine.reader import Reader
 from paceline.engine.weights import INDEX, Checkpoint
 from tests.engine import checkpoints
@@ -28,8 +29,8 @@ def broken(sharded: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sharded, tmp_path / "model"))
 
 
-def load(path: Path) -> None:
-    load_decoder(Checkpoint(path), ModelConfig.load(path))
+def load(path: Path) -> Decoder:
+    return load_decoder(Checkpoint(path), ModelConfig.load(path))
 
 
 def shard_of(path: Path, tensor: str) -> Path:
@@ -148,6 +149,17 @@ def test_another_head_where_it_is_said_to_be_the_embedding(tmp_path: Path) -> No
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     load(tmp_path)
+
+
+def test_a_tied_embedding_by_the_name_of_the_head(tmp_path: Path) -> None:
+    model = checkpoints.save("llama-tied", tmp_path)
+    table = model.get_input_embeddings().weight.detach()
+    rows = torch.randn(3, table.shape[1])
+    logits = load(tmp_path).logits(rows)
+    safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
+    assert "model.embed_tokens.weight" not in load_file(tmp_path / "model.safetensors")
+    decoder = load(tmp_path)
+    assert torch.equal(decoder.embedding(torch.arange(len(table))), table) and torch.equal(decoder.logits(rows), logits)
 
 
 @pytest.mark.parametrize(
