@@ -72,7 +72,7 @@ from paceline.core.request import COHORT, IN_FLIGHT, KNOWN
 
 PATIENCE_S = 60.0  # a prompt without a goal counts as one that wants its first token after so long
 ALL = 1 << 62  # tokens, decodes
-ROUNDS, SHORT = 2, 2  # of a pipeline that prompts are spread over; stages of one where that was slower when served
+ROUNDS = 2  # of a pipeline that prompts are spread over
 
 
 @part
@@ -280,8 +280,8 @@ def paceline(s: State) -> None:
       prompts make steps as long as a goal between tokens allows: it would be late by a step.
     * A step is composed when the first stage is free for it, so that it takes what has come meanwhile.
     * Chunks of one prompt follow each other through the pipeline, so a long prompt fills it alone.
-    * Where steps are profiled, prompts are spread over ROUNDS of a pipeline that is not SHORT: as wide steps as the
-      budget allows, and then narrow ones, are bubbles in other stages.
+    * Where steps are profiled, prompts are spread over ROUNDS of a pipeline: as wide steps as the budget allows, and
+      then narrow ones, are bubbles in other stages.
     * Prompts, running or waiting, go by the time at which their first token is wanted: a short one with a goal is not
       stuck behind a long one, and nobody starves.
 
@@ -305,7 +305,7 @@ def paceline(s: State) -> None:
 @part
 def spreads(s: State) -> bool:
     """Whether prompts are spread over the pipeline (`even_share`)."""
-    return s.limits[POLICY] == PACELINE and s.limits[PIPELINE] > SHORT and s.limits[KNEE] > 0
+    return s.limits[POLICY] == PACELINE and s.limits[PIPELINE] > 1 and s.limits[KNEE] > 0
 
 
 @part

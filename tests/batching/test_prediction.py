@@ -10,6 +10,7 @@ import pytest
 
 from paceline.batching.budget import GoalBudget
 from paceline.batching.config import WHOLE_PROMPTS, SchedulerConfig
+from paceline.batching.prediction import WIDENS
 from paceline.batching.state import MARGIN
 from paceline.controller import Controller, GroupConfig
 from paceline.core.batch import StepResult, StepShape
@@ -283,26 +284,26 @@ def test_nobody_guesses_without_a_profile():
     assert controller.groups[0].scheduler.turn(0.0)[1] == 0.0
 
 
-@pytest.mark.parametrize("pipeline", [1, 2])
-def test_a_step_in_flight_counts_by_what_is_left_of_it(pipeline):
-    """And not at all where it takes longer than was thought."""
+@pytest.mark.parametrize(("pipeline", "widens"), [(1, 1.0), (2, 1 + WIDENS)])
+def test_a_step_in_flight_counts_by_what_is_left_of_it(pipeline, widens):
+    """And not at all where it takes longer than was thought. (Of a tile each, which nobody cuts.)"""
     controller = Controller([config("a", pipeline=pipeline)])
-    request, took = Request("x", 100, 1, model="a"), STEP.seconds(StepShape().add(0, 100, True))
-    _, (batch,) = controller.turn([Submit(Request("y", 100, 1, model="a"))], 5.0)
-    scheduler, stages = controller.groups[0].scheduler, pipeline
-    said = [scheduler.first_token(request, now) / 1.05 for now in (5.0, 5.0 + took / 2, 5.0 + stages * took)]
+    request, took = Request("x", 16, 1, model="a"), STEP.seconds(StepShape().add(0, 16, True))
+    _, (batch,) = controller.turn([Submit(Request("y", 16, 1, model="a"))], 5.0)
+    scheduler, stages, more = controller.groups[0].scheduler, pipeline, 1.05 * widens
+    said = [scheduler.first_token(request, now) / more for now in (5.0, 5.0 + took / 2, 5.0 + stages * took)]
     assert said == pytest.approx([(stages + 1) * took, (stages + 0.5) * took, stages * took], rel=0.01)
     controller.turn([Complete(0, batch.id, StepResult(bytearray(b"\1"), finished=[(0, "length")]))], 9.0)
-    assert scheduler.first_token(request, 9.0) / 1.05 == pytest.approx(stages * took, rel=0.01)
+    assert scheduler.first_token(request, 9.0) / more == pytest.approx(stages * took, rel=0.01)
 
 
 def test_a_step_of_another_model_in_the_last_stage_is_waited_for():
     """The first one is free, and what goes through it now waits behind that."""
     controller = Controller([config(name, pipeline=2, device=0, admission=True) for name in "ab"])
-    long, short = (STEP.seconds(StepShape().add(0, tokens, True)) for tokens in (128, 10))
-    _, (batch,) = controller.turn([Submit(Request("y", 128, 1, model="a"))], 5.0)
+    long, short = (STEP.seconds(StepShape().add(0, tokens, True)) for tokens in (16, 1))
+    _, (batch,) = controller.turn([Submit(Request("y", 16, 1, model="a"))], 5.0)
     controller.turn([Advance(0, batch.id)], 5.0 + long)
-    said = controller._expected(1, Request("x", 10, 1, model="b"), 5.0 + long) / 1.05
+    said = controller._expected(1, Request("x", 1, 1, model="b"), 5.0 + long) / 1.05 / (1 + WIDENS)
     assert said == pytest.approx(long + short, rel=0.01)
 
 
