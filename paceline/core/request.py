@@ -50,7 +50,7 @@ class SamplingParams:
     logprobs: int | None = None  # top log-probabilities beside the chosen token's; 0 is the chosen one alone
     prompt_logprobs: int | None = None
     max_draft_tokens: int | None = None  # the most to draft in a step; None: as the model is served
-    json_schema: str = ""  # that the output is held to, as text; empty: none
+    grammar: str = ""  # that the output is held to (`engine.grammar.grammar_of`); empty: none
 
     @property
     def kind(self) -> int:

@@ -209,7 +209,7 @@ class TokenByToken:
     def _guesses(self, job: Job, most: int) -> list[int]:
         """Tokens that may be drafted next, without the last one of a draft: nothing needs what follows that."""
         done, most, sequence = len(job.draft), min(most, self._room(job) - 1), job.sequence
-        if self.guess is None or most < 1 or not sequence.state.greedy or sequence.params.json_schema:
+        if self.guess is None or most < 1 or not sequence.state.greedy or sequence.params.grammar:
             return []  # drawn at random it is seldom right; a grammar may forbid it
         known = np.frombuffer(sequence.tokens, np.int64)
         return self.guess(np.concatenate([known, job.draft]) if done else known, most)

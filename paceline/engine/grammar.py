@@ -1,7 +1,7 @@
-"""Structured output: which tokens may come next for the text to become JSON of a schema.
+"""Structured output: which tokens may come next for the text to become one of a grammar, such as JSON of a schema.
 
 llguidance knows the answer for each prefix, and takes tokens back, so a grammar follows drafted tokens like everything
-else that depends on what came before. No torch here: the front end checks schemas before anything is queued.
+else that depends on what came before. No torch here: the front end checks grammars before anything is queued.
 """
 
 from collections.abc import Iterable
@@ -10,17 +10,17 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from tokenizers import Tokenizer as Backend
 
-MAX_SCHEMA_BYTES = 32 << 10
+MOST_BYTES = 32 << 10  # of a schema, or what else says what a text may be
 WHITESPACE = r"[ \n]{0,8}"  # between JSON's tokens: a small model could go on with blanks for ever
 OPTIONS = {  # all, so that a schema's own `x-guidance` changes none
     "whitespace_pattern": WHITESPACE, "whitespace_flexible": True, "item_separator": ",", "key_separator": ":",
     "coerce_one_of": False, "lenient": False,
 }  # fmt: skip
-KEPT = 16  # compiled schemas of a model
-# A schema within these is compiled in at most a few hundred milliseconds, and a step's mask found in less.
+KEPT = 16  # compiled grammars of a model
+# A grammar within these is compiled in at most a few hundred milliseconds, and a step's mask found in less.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000, step_lexer_fuel=100_000, step_max_items=20_000, max_grammar_size=50_000,
     max_lexer_states=20_000, verbose_errors=False,
@@ -28,22 +28,23 @@ LIMITS = LLParserLimits(
 Changes = list[tuple[np.ndarray, np.ndarray]]
 
 
-def schema_error(schema: str) -> str:
-    """Why no text can be held to this JSON schema; empty if it can."""
-    if len(schema.encode()) > MAX_SCHEMA_BYTES:
-        return f"the schema has more than {MAX_SCHEMA_BYTES} bytes"
-    try:
-        return LLMatcher.validate_grammar(_grammar(schema), limits=LIMITS).split("\n")[0]
-    except ValueError as error:
-        return str(error).split("\n")[0]
-
-
-def _grammar(schema: str) -> str:
-    return LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)
+def grammar_of(form: str, text: str) -> str:
+    """The grammar, as `SamplingParams` has it, that `text` stands for: a JSON schema ("json"), a regular expression
+    ("regex"), or a grammar in Lark's or llama.cpp's notation ("grammar"). Raises ValueError where no text can be held
+    to it, or finding its next tokens might take too long."""
+    if len(text.encode()) > MOST_BYTES:
+        raise ValueError(f"it has more than {MOST_BYTES} bytes")
+    if form == "json":
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)
+    else:
+        grammar = grammar_from(form, text)
+    if error := LLMatcher.validate_grammar(grammar, limits=LIMITS):
+        raise ValueError(error)
+    return grammar
 
 
 class Grammars:
-    """Makes the grammars of a model's sequences. A schema is compiled in a thread of its own, beside the passes of the
+    """Makes the grammars of a model's sequences. A grammar is compiled in a thread of its own, beside the passes of the
     prompt: what may follow it is the first thing that anybody has to know."""
 
     def __init__(self, tokenizer: Path | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
@@ -61,28 +62,28 @@ class Grammars:
                 self._fault = f"the model's tokens do not stand for bytes ({error})"
         self._compiled: dict[str, Future[LLMatcher]] = {}  # the newest last
         self.compiled = 0  # so far: progress, for who waits for several
-        self._compiler = ThreadPoolExecutor(1, "schemas")
+        self._compiler = ThreadPoolExecutor(1, "grammars")
 
-    def of(self, schema: str) -> "Grammar":
+    def of(self, grammar: str) -> "Grammar":
         """Raises ValueError where a model has no tokenizer or no end."""
         if self._tokenizer is None:
-            raise ValueError(f"response_format: {self._fault}")
-        compiled = self._compiled.pop(schema, None) or self._compiler.submit(self._compile, schema)
-        self._compiled[schema] = compiled
+            raise ValueError(f"structured output: {self._fault}")
+        compiled = self._compiled.pop(grammar, None) or self._compiler.submit(self._compile, grammar)
+        self._compiled[grammar] = compiled
         if len(self._compiled) > KEPT:
             del self._compiled[next(iter(self._compiled))]
         return Grammar(compiled, self._vocab_size, self.eos_ids)
 
-    def _compile(self, schema: str) -> LLMatcher:
-        matcher = LLMatcher(self._tokenizer, _grammar(schema), log_level=0, limits=LIMITS)
+    def _compile(self, grammar: str) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         self.compiled += 1
         if matcher.is_error():
-            raise ValueError(f"response_format: {matcher.get_error()}")
+            raise ValueError(f"structured output: {matcher.get_error()}")
         return matcher
 
 
 class Grammar:
-    """Where one sequence's text is in its grammar. All but its making waits until the schema is compiled, and raises
+    """Where one sequence's text is in its grammar. All but its making waits until the grammar is compiled, and raises
     ValueError if it cannot be."""
 
     def __init__(self, compiled: Future[LLMatcher], vocab_size: int, eos_ids: Iterable[int]) -> None:
@@ -126,7 +127,7 @@ class Grammar:
         else:
             mask = self._matcher.compute_bitmask()
             if self._matcher.is_error():
-                raise ValueError(f"response_format: {self._matcher.get_error()}")
+                raise ValueError(f"structured output: {self._matcher.get_error()}")
             allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[: self._vocab_size]
         banned = np.flatnonzero(allowed == 0)
         before = [(banned, row[banned])]

@@ -248,8 +248,8 @@ class ModelRunner:
         try:
             if self.answers or self.drafts:
                 grammar = None
-                if new.params.json_schema:
-                    grammar = self.grammars.of(new.params.json_schema)
+                if new.params.grammar:
+                    grammar = self.grammars.of(new.params.grammar)
                 prompt, generated = new.tokens[: new.num_prompt], new.tokens[new.num_prompt :]
                 state = SamplingState(new.params, config.vocab_size, eos_ids, prompt, generated, grammar)
         except Exception as error:  # parameters that the sampler cannot take are this sequence's fault alone

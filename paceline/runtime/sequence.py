@@ -105,8 +105,8 @@ class RunningSequence:
         """Appends emitted tokens; answers why the sequence ends here, if it does: "stop" or "length"."""
         self.tokens += output.tokens
         generated = len(self.tokens) - self.num_prompt
-        # an engine lets a complete answer of a schema end before `min_tokens`
-        may_end = generated > self.params.min_tokens or self.params.json_schema
+        # an engine lets a complete answer of a grammar end before `min_tokens`
+        may_end = generated > self.params.min_tokens or self.params.grammar
         if output.tokens and output.tokens[-1] in self.stops and may_end:
             return "stop"
         return "length" if generated >= self.params.max_tokens else None

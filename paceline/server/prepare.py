@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from paceline.core.request import SLO
-from paceline.engine.grammar import schema_error
+from paceline.engine.grammar import grammar_of
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server.beside import beside
 from paceline.server.errors import ApiError, bad_request
@@ -175,6 +175,26 @@ def answer_tokens(model: ServedModel, prompt: int, asked: int | None, default: i
     return left if default is None else min(default, left)
 
 
+async def _grammar(model: ServedModel, request: CompletionRequest | ChatRequest) -> str:
+    """Of what the answer is held to; empty: nothing."""
+    name, asked = "structured_outputs", request.structured_outputs
+    if asked is None:
+        name, asked = "response_format", request.response_format
+    try:
+        held_to = asked.held_to
+    except RecursionError:
+        raise bad_request(name, "the schema is nested too deeply") from None
+    if held_to is None:
+        return ""
+    if not model.tokenizer.eos_ids:
+        raise bad_request(name, f"{model.name!r} has no end of sequence, so no text of it has an end")
+    try:
+        return await asyncio.to_thread(grammar_of, *held_to)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]  # which shows where in lines of its own
+        raise bad_request(name, f"no answer can be held to it: {reason}") from None
+
+
 async def _job(
     model: ServedModel, request: CompletionRequest | ChatRequest, prompts: list[Prompt], max_tokens: int, caller: Caller
 ) -> Job:
@@ -182,16 +202,7 @@ async def _job(
         if not prompt.tokens:
             name = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise bad_request(f"{name}.{index}" if len(prompts) > 1 else name, "it has no tokens")
-    try:
-        schema = request.response_format.schema_text
-    except RecursionError:
-        raise bad_request("response_format", "the schema is nested too deeply") from None
-    if schema:
-        if not model.tokenizer.eos_ids:
-            raise bad_request("response_format", f"{model.name!r} has no end of sequence, so no text of it has an end")
-        error = await asyncio.to_thread(schema_error, schema)
-        if error:
-            raise bad_request("response_format", f"no answer can be held to this schema: {error}")
+    grammar = await _grammar(model, request)
     check_vocabulary("logit_bias", [token for token, _ in request.logit_bias], model)
     check_vocabulary("stop_token_ids", request.stop_token_ids, model)
     options = TextOptions(
@@ -201,7 +212,7 @@ async def _job(
         echo=isinstance(request, CompletionRequest) and request.echo,
         discard=max_tokens == 0,
     )
-    params = sampling_params(request, max_tokens)
+    params = sampling_params(request, max_tokens, grammar)
     smooth = model.smooth and request.stream and request.speculation.smooth and params.max_draft_tokens != 0
     own = caller.namespace, caller.slo, smooth, caller.arrival
     return Job(model.name, model.tokenizer, prompts, request.n, params, options, *own)

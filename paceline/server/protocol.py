@@ -6,6 +6,7 @@ is refused by name, and so is every unknown field. `null` means the default, as 
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -135,6 +136,10 @@ class JsonSchema(BaseModel):
     _nulls = model_validator(mode="before")(_drop_nulls)
 
 
+HeldTo = tuple[str, str]  # what an answer has to be, in which form and in words: see `engine.grammar.grammar_of`
+ANY_OBJECT = '{"type": "object"}'
+
+
 class ResponseFormat(BaseModel):
     """Plain text, any JSON object, or JSON of a schema."""
 
@@ -151,11 +156,42 @@ class ResponseFormat(BaseModel):
         return self
 
     @property
-    def schema_text(self) -> str:
-        """The schema that the answer is held to; empty: none."""
+    def held_to(self) -> HeldTo | None:
         if self.json_schema is not None:
-            return json.dumps(self.json_schema.schema_)
-        return '{"type": "object"}' if self.type == "json_object" else ""
+            return "json", json.dumps(self.json_schema.schema_)
+        return ("json", ANY_OBJECT) if self.type == "json_object" else None
+
+
+class StructuredOutputs(BaseModel):
+    """What the answer is held to, as vLLM's clients ask for it: by exactly one of these."""
+
+    model_config = STRICT | ConfigDict(populate_by_name=True)
+    schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None  # a JSON schema, or its text
+    json_object: bool = False  # any
+    regex: str | None = None  # that all of the answer matches
+    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_TOKENS)] | None = None
+    grammar: str | None = None  # in Lark's notation or llama.cpp's
+
+    _nulls = model_validator(mode="before")(_drop_nulls)
+
+    @model_validator(mode="after")
+    def _one(self) -> "StructuredOutputs":
+        given = (self.schema_, self.json_object or None, self.regex, self.choice, self.grammar)
+        if sum(value is not None for value in given) != 1:
+            raise fault("exactly one of json, json_object, regex, choice and grammar is required")
+        return self
+
+    @property
+    def held_to(self) -> HeldTo:
+        if self.regex is not None:
+            return "regex", self.regex
+        if self.choice is not None:
+            return "regex", "|".join(map(re.escape, self.choice))
+        if self.grammar is not None:
+            return "grammar", self.grammar
+        if self.schema_ is None:
+            return "json", ANY_OBJECT
+        return "json", self.schema_ if isinstance(self.schema_, str) else json.dumps(self.schema_)
 
 
 class Generate(BaseModel):
@@ -183,6 +219,7 @@ class Generate(BaseModel):
     skip_special_tokens: bool = True
     speculation: Speculation = Speculation()
     response_format: ResponseFormat = ResponseFormat(type="text")
+    structured_outputs: StructuredOutputs | None = None
     # taken and ignored
     user: Text = ""
     metadata: Metadata | None = None
@@ -200,6 +237,8 @@ class Generate(BaseModel):
     def _check(self, max_tokens: int | None) -> None:
         if self.stream_options is not None and not self.stream:
             raise unsupported("stream_options", "is only allowed with stream: true")
+        if self.structured_outputs is not None and self.response_format.type != "text":
+            raise unsupported("structured_outputs", "is given beside response_format; send one of the two")
         if max_tokens is not None and self.min_tokens > max(max_tokens, 1):
             raise unsupported("min_tokens", f"is {self.min_tokens}, more than max_tokens, {max_tokens}")
 
@@ -340,8 +379,9 @@ class DetokenizeRequest(BaseModel):
     _nulls = model_validator(mode="before")(_drop_nulls)
 
 
-def sampling_params(request: CompletionRequest | ChatRequest, max_tokens: int) -> SamplingParams:
-    """What the engine is asked for: for choice 0, with a random seed where none was given."""
+def sampling_params(request: CompletionRequest | ChatRequest, max_tokens: int, grammar: str = "") -> SamplingParams:
+    """What the engine is asked for: for choice 0, with a random seed where none was given; `grammar`: of what the
+    request's answer is held to."""
     seed = secrets.randbits(63) if request.seed is None else request.seed & (2**63 - 1)
     if isinstance(request, ChatRequest):
         logprobs, prompt_logprobs = (request.top_logprobs or 0) if request.logprobs else None, None
@@ -364,7 +404,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, max_tokens: int) -
         ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        json_schema=request.response_format.schema_text,
+        grammar=grammar,
         max_draft_tokens=request.speculation.max_draft_tokens if request.speculation.enabled else 0,
     )
 

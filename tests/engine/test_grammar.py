@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import threading
 from dataclasses import replace
 
@@ -17,11 +18,12 @@ from paceline.controller import GroupConfig
 from paceline.core.request import SamplingParams
 from paceline.engine import sampler
 from paceline.engine.config import ModelConfig
-from paceline.engine.grammar import MAX_SCHEMA_BYTES, Grammar, Grammars, schema_error
+from paceline.engine.grammar import MOST_BYTES, Grammar, Grammars, grammar_of
 from paceline.engine.runner import ModelRunner
 from paceline.engine.sampler import SamplingState, sample
 from paceline.engine.tokenizer import Tokenizer
 from paceline.runtime.offline import Offline
+from paceline.server.protocol import StructuredOutputs
 from tests.engine import checkpoints
 from tests.engine.schedules import forced
 from tests.engine.test_law import blind
@@ -39,7 +41,7 @@ SCHEMA = {
     "required": ["name", "kind", "sizes", "open"],
     "additionalProperties": False,
 }
-TEXT = json.dumps(SCHEMA)
+HELD = grammar_of("json", json.dumps(SCHEMA))
 PROMPT = "# The configuration as JSON:\nconfig = "
 
 
@@ -85,7 +87,7 @@ def generate(runner: ModelRunner, tokenizer: Tokenizer, params: list[SamplingPar
 
 
 def asked(count: int = 9, **changes: object) -> list[SamplingParams]:
-    base = SamplingParams(max_tokens=200, json_schema=TEXT, **changes)
+    base = SamplingParams(max_tokens=200, grammar=HELD, **changes)
     return [replace(base, seed=i, temperature=(0.0, 0.7, 1.3)[i % 3]) for i in range(count)]
 
 
@@ -119,7 +121,8 @@ def test_a_grammar_that_does_not_see_the_draft_shows(tokenizer, monkeypatch):
 
 
 def test_a_complete_answer_ends_even_before_min_tokens(runner, tokenizer):
-    short = SamplingParams(max_tokens=50, min_tokens=40, json_schema='{"enum": [7]}', max_draft_tokens=3)
+    seven = grammar_of("json", '{"enum": [7]}')
+    short = SamplingParams(max_tokens=50, min_tokens=40, grammar=seven, max_draft_tokens=3)
     offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(max_batch=16, num_blocks=200)), EOS)
     (output,) = offline.generate([tokenizer.encode(PROMPT, add_special_tokens=False)], [short])
     assert (tokenizer.decode(output.tokens, False), len(output.tokens)) == (f"7{tokenizer.token_text(EOS[0])}", 2)
@@ -127,7 +130,7 @@ def test_a_complete_answer_ends_even_before_min_tokens(runner, tokenizer):
 
 def test_a_schema_that_cannot_be_compiled_fails_alone(runner, tokenizer):
     """The server refuses it before; an engine must live with it."""
-    bad = replace(asked(1)[0], json_schema='{"type": "nothing"}')
+    bad = replace(asked(1)[0], grammar='start: "nothing')
     error, (text, _) = generate(runner, tokenizer, [bad, asked(1)[0]])
     assert "nothing" in error and follows(json.loads(text))
 
@@ -148,7 +151,7 @@ def test_a_schema_is_compiled_while_the_prompt_is_read(runner, tokenizer, monkey
 
     monkeypatch.setattr(Grammars, "_compile", compile_late)
     monkeypatch.setattr(ModelRunner, "step", watched)
-    late = replace(asked(1)[0], json_schema=json.dumps(SCHEMA | {"title": "compiled here first"}))
+    late = replace(asked(1)[0], grammar=grammar_of("json", json.dumps(SCHEMA | {"title": "compiled here first"})))
     prompt = tokenizer.encode("#" + PROMPT * 40, add_special_tokens=False)
     assert len(prompt) > 256
     offline = Offline(runner, GroupConfig(scheduler=SchedulerConfig(max_batch=16, num_blocks=200)), EOS)
@@ -160,27 +163,27 @@ def test_each_schema_that_is_compiled_is_progress(runner):
     """A step that waits for many is not taken for one that hangs."""
     before = runner.progress
     for n in range(3):
-        assert not runner.grammars.of(json.dumps({"const": f"number {n} of {before}"})).complete
+        assert not runner.grammars.of(grammar_of("regex", f"number {n} of {before}")).complete
     assert runner.progress >= before + 3
 
 
 @pytest.mark.parametrize(("file", "ends"), [(None, EOS), (CODER / "tokenizer.json", ())])
 def test_a_model_without_a_tokenizer_or_an_end_says_so(file, ends):
     with pytest.raises(ValueError, match=r"no tokenizer\.json, or no end of sequence"):
-        Grammars(file, 2048, ends).of("{}")
+        Grammars(file, 2048, ends).of(grammar_of("json", "{}"))
 
 
 @pytest.mark.parametrize("size", [1000, 2048, 4096])
 def test_a_vocabulary_may_be_larger_or_smaller_than_the_tokenizers(size):
-    assert max(allowed(Grammars(CODER / "tokenizer.json", size, EOS).of("{}"), size)) < size
+    assert max(allowed(Grammars(CODER / "tokenizer.json", size, EOS).of(grammar_of("json", "{}")), size)) < size
 
 
 def test_a_tokenizer_of_words_serves_all_but_structured_output(tmp_path):
     backend = Backend(models.WordLevel({"<eos>": 0, "a": 1, "b": 2}, unk_token="<eos>"))
     backend.save(str(tmp_path / "tokenizer.json"))
     grammars = Grammars(tmp_path / "tokenizer.json", 3, [0])
-    with pytest.raises(ValueError, match="response_format: the model's tokens do not stand for bytes"):
-        grammars.of(TEXT)
+    with pytest.raises(ValueError, match="structured output: the model's tokens do not stand for bytes"):
+        grammars.of(HELD)
 
 
 def test_a_grammar_that_fails_behind_a_draft_is_whole_again_without_it():
@@ -190,7 +193,7 @@ def test_a_grammar_that_fails_behind_a_draft_is_whole_again_without_it():
         state.observe(first)
     banned = next(token for token in range(2048) if token not in allowed(one) and token not in EOS)
     one.observe(banned)
-    with pytest.raises(ValueError, match="response_format"):
+    with pytest.raises(ValueError, match="structured output"):
         allowed(one)
     one.forget(banned)
     assert allowed(one) == allowed(other)
@@ -201,21 +204,22 @@ def test_a_grammar_that_fails_changes_nobody_elses_row():
     good = SamplingState(params, 2048, EOS, list(range(1000)), [])
     broken = grammar()
     broken.observe(5)
-    bad = SamplingState(SamplingParams(json_schema=TEXT), 2048, EOS, [], [], broken)
+    bad = SamplingState(SamplingParams(grammar=HELD), 2048, EOS, [], [], broken)
     logits = torch.randn(2, 2048)
     before = logits.clone()
-    with pytest.raises(ValueError, match="response_format"):
+    with pytest.raises(ValueError, match="structured output"):
         sample(logits, [good, bad], [0, 0])
     assert torch.equal(logits, before)
 
 
 def test_a_schemas_own_options_change_nothing():
     lenient = {"type": "object", "unevaluatedProperties": False, "x-guidance": {"lenient": True}}
-    assert "Unimplemented" in schema_error(json.dumps(lenient))
+    with pytest.raises(ValueError, match="Unimplemented"):
+        grammar_of("json", json.dumps(lenient))
 
 
 def grammar() -> Grammar:
-    return Grammars(CODER / "tokenizer.json", 2048, EOS).of(TEXT)
+    return Grammars(CODER / "tokenizer.json", 2048, EOS).of(HELD)
 
 
 def allowed(one: Grammar, size: int = 2048) -> list[int]:
@@ -249,7 +253,7 @@ def test_what_is_forgotten_leaves_no_trace(seed):
 
 MANY = [{"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(n)}} for n in range(40)]
 NESTED = {"$defs": {"a": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/a"}] * 30}}}, "$ref": "#/$defs/a"}
-EVIL = [
+SCHEMAS = [
     {"type": "string", "pattern": "(a{1,1000}){1,1000}(b{1,1000}){1,1000}"},
     {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" * 30},
     {"type": "string", "pattern": "(.*a){60}"},
@@ -259,20 +263,61 @@ EVIL = [
     {"anyOf": MANY},
     NESTED,
 ]
+EVIL = [
+    *(("json", json.dumps(schema)) for schema in SCHEMAS),
+    *(("regex", schema["pattern"]) for schema in SCHEMAS if "pattern" in schema),
+    ("regex", "((a*)*b?)*" * 500),
+    ("regex", "|".join("x" * n for n in range(1, 200))),
+    ("grammar", "start: a\na: a a | b\nb: /(x|xx|xxx)*/"),
+    ("grammar", "start: " + " ".join(["(/a/ | /aa/ | /a+/)*"] * 500)),
+    ("grammar", "start: start"),
+    ("grammar", 'root ::= "a" root | root "b" | ""'),
+]
 
 
-@pytest.mark.parametrize("schema", EVIL, ids=lambda schema: str(schema)[:40])
+@pytest.mark.parametrize(("form", "text"), EVIL, ids=lambda part: part[:40])
 @pytest.mark.timeout(30)
-def test_evil_schemas_cost_little_or_are_refused(schema):
-    text = json.dumps(schema)
-    if not schema_error(text):
-        one = Grammars(CODER / "tokenizer.json", 2048, EOS).of(text)
-        try:
-            for _ in range(3):
-                one.observe(allowed(one)[0])
-        except ValueError:
-            pass
+def test_evil_grammars_cost_little_or_are_refused(form, text):
+    try:
+        one = Grammars(CODER / "tokenizer.json", 2048, EOS).of(grammar_of(form, text))
+        for _ in range(3):
+            one.observe(allowed(one)[0])
+    except ValueError:
+        pass
 
 
-def test_long_schemas_are_refused():
-    assert f"more than {MAX_SCHEMA_BYTES} bytes" in schema_error(json.dumps({"enum": ["x" * MAX_SCHEMA_BYTES]}))
+@pytest.mark.parametrize("form", ["json", "regex", "grammar"])
+def test_long_ones_are_refused(form):
+    with pytest.raises(ValueError, match=f"more than {MOST_BYTES} bytes"):
+        grammar_of(form, json.dumps(["x" * MOST_BYTES]))
+
+
+LARK = 'start: "(" (/[0-9]{1,3}/ ("," /[0-9]{1,3}/){0,3})? ")"'
+FORMS = [
+    ("regex", r"[a-f]{2,5}(-[0-9]{1,3})?", lambda text: re.fullmatch(r"[a-f]{2,5}(-[0-9]{1,3})?", text)),
+    ("grammar", LARK, lambda text: re.fullmatch(r"\([\d,]*\)", text)),
+    ("grammar", 'root ::= ("yes" | "no") "!"', lambda text: text in ("yes!", "no!")),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "follows"), FORMS, ids=lambda part: str(part)[:20])
+def test_answers_are_held_to_other_forms(runner, tokenizer, form, text, follows):
+    held = [replace(one, grammar=grammar_of(form, text)) for one in asked(6)]
+    alone = generate(runner, tokenizer, [replace(one, max_draft_tokens=0) for one in held])
+    assert all(finish == "stop" and follows(answer) for answer, finish in alone), alone
+    assert generate(runner, tokenizer, held, every=3) == alone
+
+
+CHOICES = [" a list", 'a "dict"\n\t', "é 😀", "a listing", "x.*y|z", "\\d+", "[a]{2}", "#&~-/$^()", "\x00 \u2028\x85"]
+
+
+@pytest.mark.parametrize("choices", [CHOICES, [chr(code) for code in range(1, 3000)]], ids=len)
+def test_any_texts_can_be_choices(tokenizer, choices):
+    held = grammar_of(*StructuredOutputs(choice=choices).held_to)
+    grammars = Grammars(CODER / "tokenizer.json", 2048, EOS)
+    for choice in choices[-100:]:
+        one = grammars.of(held)
+        for token in (*tokenizer.encode(choice, add_special_tokens=False), EOS[0]):
+            assert token in allowed(one), choice
+            one.observe(token)
+        assert one.complete

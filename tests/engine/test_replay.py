@@ -17,6 +17,7 @@ from paceline.controller import GroupConfig
 from paceline.core.batch import Batch
 from paceline.core.request import Request, SamplingParams
 from paceline.core.work import NewSequence, SliceOutput, SliceWork, TokenLogprobs
+from paceline.engine.grammar import grammar_of
 from paceline.engine.job import Job
 from paceline.engine.runner import ModelRunner
 from paceline.engine.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ CODER, DRAFT = BUILTIN / "coder", BUILTIN / "coder-draft"
 DRAFTERS = ["ngram", f"trigram:{BUILTIN.parent / 'controller.py'}", str(DRAFT), "early_exit", "another vocabulary"]
 NUM_BLOCKS, EOS = 200, (0,)
 TEXT = "import os\nimport sys\n\n\nclass Point:\n    def __init__(self, x, y):\n        self.x = x\n" * 4
-SCHEMA = json.dumps({"type": "object", "properties": {"kind": {"enum": ["list", "dict"]}}, "required": ["kind"]})
+SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["list", "dict"]}}, "required": ["kind"]}
 BASE = SamplingParams(max_tokens=30, temperature=0.8, logprobs=2, max_draft_tokens=5)
 GREEDY = replace(BASE, temperature=0.0)
 KINDS = [
@@ -43,7 +44,7 @@ KINDS = [
     replace(BASE, logit_bias=((0, 13.0),), min_tokens=13),
     replace(BASE, stop_token_ids=(306, 9), min_p=0.05),
     replace(BASE, stop_token_ids=(306, 9), min_tokens=8, presence_penalty=0.3),
-    replace(BASE, json_schema=SCHEMA),
+    replace(BASE, grammar=grammar_of("json", json.dumps(SCHEMA))),
     replace(BASE, max_tokens=1),
 ]
 MIX = [replace(one, seed=60 + n) for n, one in enumerate(KINDS)]
@@ -180,7 +181,7 @@ def as_told(alone: ModelRunner, prompts: list[list[int]], within: float) -> Call
             new, theirs = [], [*theirs, *output.prompt_logprobs]
         alone.step([], [], [0])
         stops = [at for at, token in enumerate(ours.tokens, 1) if token in params.stops(EOS)]
-        stops = [at for at in stops if at > params.min_tokens or params.json_schema]
+        stops = [at for at in stops if at > params.min_tokens or params.grammar]
         end = min(stops[:1] + [params.max_tokens])
         finish = "stop" if end in stops else "length"
         return alike(ours.logprobs, theirs[len(prompt) - 1 :], within) and (len(ours.tokens), ours.finish) == (

@@ -52,6 +52,10 @@ COMMON: dict[str, list[Any]] = {
     + [{"type": "json_object", "json_schema": {"schema": {}}}, {"type": "json_object", "more": 1}]
     + [{"type": "json_schema", "json_schema": schema} for schema in (1, {"name": "a b"}, {"schema": 1}, {"strict": 1})]
     + [{"type": "json_schema", "json_schema": {"schema": schema}} for schema in BAD_SCHEMAS],
+    "structured_outputs": [1, "x", [], {}, {"unknown": 1}, {"regex": 1}, {"regex": "("}, {"choice": []}]
+    + [{"choice": [1]}, {"json": "{"}, {"grammar": "start: other"}, {"regex": "a" * 40000}]
+    + [{"json_object": False}, {"regex": "a", "choice": ["b"]}]
+    + [{"json": schema} for schema in BAD_SCHEMAS],
     "add_special_tokens": FLAG,
     "user": TEXT,
     "metadata": [1, "x", [], {"a": 1}, {"a": "x" * 513}, {"x" * 65: "a"}, {str(i): "a" for i in range(17)}],
@@ -173,6 +177,10 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}, "strict": True}}},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "auto", "functions": []},
+        {"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}},
+        {"structured_outputs": {"json": '{"type": "integer"}', "json_object": False, "regex": None}},
+        {"structured_outputs": {"choice": ["a", "b"]}},
+        {"structured_outputs": {"grammar": 'root ::= "a"+'}},
         {"tools": [{"type": "function"}], "tool_choice": "none"},
         {"best_of": 2, "n": 2, "suffix": "", "modalities": ["text"], "stop": None, "seed": None, "logit_bias": None},
         {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "k"},
@@ -195,6 +203,7 @@ async def test_what_is_harmless_is_taken(tokenizer: Tokenizer, extra: dict[str, 
         ({"n": 16, "prompt": ["a"] * 17}, "n"),
         ({"temprature": 1}, "temprature"),
         ({"best_of": 3, "n": 2}, "best_of"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
     ],
 )
 def test_fields_that_do_not_go_together(extra: dict[str, Any], param: str) -> None:

@@ -72,6 +72,23 @@ def test_structured_output_is_drafted(client):
     assert drafted.usage.completion_tokens == alone.usage.completion_tokens
 
 
+@pytest.mark.parametrize(
+    ("structured", "follows"),
+    [
+        ({"choice": ["a list", "a dictionary"]}, "a list|a dictionary"),
+        ({"regex": "[a-f]{3}-[0-9]{2}"}, "[a-f]{3}-[0-9]{2}"),
+        ({"grammar": 'root ::= "(" [0-9] ("," [0-9])? ")"'}, r"\([0-9](,[0-9])?\)"),
+        ({"json": {"enum": [17, "x"]}}, '17|"x"'),
+    ],
+)
+def test_vllms_structured_outputs(client, structured, follows):
+    request = {"model": "coder", "prompt": PROMPT, "max_tokens": 60, "seed": 5, "n": 4}
+    drafted = client.completions.create(**request, extra_body={"structured_outputs": structured}).choices
+    alone = client.completions.create(**request, extra_body={"structured_outputs": structured} | OFF).choices
+    assert all(re.fullmatch(follows, one.text) and one.finish_reason == "stop" for one in drafted)
+    assert [one.text for one in drafted] == [one.text for one in alone]
+
+
 @pytest.mark.parametrize("smooth", [True, False])
 def test_a_stream_says_what_the_whole_answer_says(client, smooth):
     request = {"model": "coder", "prompt": PROMPT, "max_tokens": 64, "temperature": 0, "logprobs": 1}
