@@ -127,13 +127,14 @@ def report(
     each = engine.cache.token_bytes
     # int8 products where one of float32 was; in matrix registers 16 x 16 x 64 in 16 cycles, in vectors 2 x 16 in one
     compute = peak if kind != "int8" else (32 if kernels.HAS_AMX else 4 // kernels.BYTE) * peak
-    out: dict = {"weight_bytes": engine.info.weight_bytes, "decode": {}, "prefill": {}}
+    weights = engine.info.weight_bytes - engine.decoder.config.table_bytes  # of which a step reads some rows
+    out: dict = {"weight_bytes": weights, "decode": {}, "prefill": {}}
 
     def middle(values: np.ndarray, digits: int) -> float:
         return round(float(np.median(values)), digits)
 
     for batch, (read, first, seconds) in decodes.items():
-        moving = (engine.info.weight_bytes + batch * CONTEXT * each) / read
+        moving = (weights + batch * CONTEXT * each) / read
         computing = batch * (layers + head) / compute
         out["decode"][batch] = {
             "ms": middle(1e3 * seconds, 2),

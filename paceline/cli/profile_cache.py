@@ -75,8 +75,11 @@ def cache_file(model: Path, quantization: str, device: Device) -> Path:
 
 def document(name: str, profile: Profile, device: Device) -> dict[str, Any]:
     """What a profile file holds."""
-    weights, working = profile.roofline.weight_bytes, profile.roofline.working_bytes
-    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [weights], "working_bytes": working}
+    sizes = profile.roofline
+    stage = {
+        "pipeline": 1, "tensor": 1, "stage_weight_bytes": [sizes.weight_bytes + sizes.table_bytes],
+        "working_bytes": sizes.working_bytes,
+    }  # fmt: skip
     return {
         "models": {name: {"parallel": [stage]} | asdict(profile)},
         "device": device,

@@ -128,8 +128,9 @@ def roofline(runner: ModelRunner, quantization: str) -> Roofline:
         config.layer_bytes(layer, quantization) - config.layer_bytes(layer, quantization, experts=0)
         for layer in range(config.layers)
     )
+    read = config.weight_bytes(quantization)
     return Roofline(
-        weight_bytes=runner.info.weight_bytes,
+        weight_bytes=read,
         token_flop=token_flop,
         emit_flop=emit_flop,
         pair_flop=4 * (config.layers - 1) * config.heads * config.head_dim,
@@ -139,6 +140,7 @@ def roofline(runner: ModelRunner, quantization: str) -> Roofline:
         expert_bytes=expert_bytes,
         expert_share=config.experts_per_token / config.experts if config.sparse else 1.0,
         working_bytes=runner.info.working_bytes,
+        table_bytes=runner.info.weight_bytes - read,
     )
 
 

@@ -19,6 +19,7 @@ class Roofline:
     expert_bytes: int = 0  # of weight_bytes, what lies in experts
     expert_share: float = 1.0  # of a layer's experts, those that a token is sent to
     working_bytes: int = 0  # of the process, beside weights, keys and values: its largest step, and itself
+    table_bytes: int = 0  # of the embedding, where it is held: a step reads the rows of its tokens
 
     def bytes(self, shape: StepShape) -> int:
         """Weights once, the keys and values of all contexts once, those of the new tokens written.

@@ -180,16 +180,14 @@ async def _grammar(model: ServedModel, request: CompletionRequest | ChatRequest)
     name, asked = "structured_outputs", request.structured_outputs
     if asked is None:
         name, asked = "response_format", request.response_format
-    try:
-        held_to = asked.held_to
-    except RecursionError:
-        raise bad_request(name, "the schema is nested too deeply") from None
-    if held_to is None:
-        return ""
+        if asked.type == "text":
+            return ""
     if not model.tokenizer.eos_ids:
         raise bad_request(name, f"{model.name!r} has no end of sequence, so no text of it has an end")
     try:
-        return await asyncio.to_thread(grammar_of, *held_to)
+        return await asyncio.to_thread(lambda: grammar_of(*asked.held_to))
+    except RecursionError:
+        raise bad_request(name, "the schema is nested too deeply") from None
     except ValueError as error:
         reason = " ".join(str(error).split())[:200]  # which shows where in lines of its own
         raise bad_request(name, f"no answer can be held to it: {reason}") from None

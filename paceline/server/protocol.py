@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from paceline.core.request import MAX_DRAFT_TOKENS, SLO, SamplingParams
 from paceline.server.errors import bad_request
@@ -156,29 +156,34 @@ class ResponseFormat(BaseModel):
         return self
 
     @property
-    def held_to(self) -> HeldTo | None:
+    def held_to(self) -> HeldTo:
         if self.json_schema is not None:
             return "json", json.dumps(self.json_schema.schema_)
-        return ("json", ANY_OBJECT) if self.type == "json_object" else None
+        return "json", ANY_OBJECT
+
+
+def _schema_or_its_text(value: Any) -> Any:
+    if isinstance(value, dict | str):
+        return value
+    raise fault("must be a JSON schema, or the text of one")
 
 
 class StructuredOutputs(BaseModel):
     """What the answer is held to, as vLLM's clients ask for it: by exactly one of these."""
 
-    model_config = STRICT | ConfigDict(populate_by_name=True)
-    schema_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None  # a JSON schema, or its text
+    model_config = STRICT
+    schema_: Annotated[dict[str, Any] | str | None, BeforeValidator(_schema_or_its_text), Field(alias="json")] = None
     json_object: bool = False  # any
     regex: str | None = None  # that all of the answer matches
-    choice: Annotated[list[str], Field(min_length=1, max_length=MAX_TOKENS)] | None = None
-    grammar: str | None = None  # in Lark's notation or llama.cpp's
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
 
     _nulls = model_validator(mode="before")(_drop_nulls)
 
     @model_validator(mode="after")
     def _one(self) -> "StructuredOutputs":
-        given = (self.schema_, self.json_object or None, self.regex, self.choice, self.grammar)
+        given = (self.schema_, self.json_object or None, self.regex, self.choice)
         if sum(value is not None for value in given) != 1:
-            raise fault("exactly one of json, json_object, regex, choice and grammar is required")
+            raise fault("exactly one of json, json_object, regex and choice is required")
         return self
 
     @property
@@ -187,8 +192,6 @@ class StructuredOutputs(BaseModel):
             return "regex", self.regex
         if self.choice is not None:
             return "regex", "|".join(map(re.escape, self.choice))
-        if self.grammar is not None:
-            return "grammar", self.grammar
         if self.schema_ is None:
             return "json", ANY_OBJECT
         return "json", self.schema_ if isinstance(self.schema_, str) else json.dumps(self.schema_)

@@ -27,7 +27,7 @@ from paceline.cli.sources import BUILTIN
 from paceline.core.batch import StepShape
 from paceline.core.cluster import Group, Parallel, Placement
 from paceline.core.request import COMPUTED, KNOWN, LIMIT, NUM_COLUMNS, SLO
-from paceline.engine.config import QUANTIZATIONS
+from paceline.engine.config import QUANTIZATIONS, ModelConfig
 from paceline.engine.runner import ModelRunner
 from paceline.latency.profile import Percentiles, Profile
 from paceline.latency.roofline import Roofline
@@ -129,7 +129,9 @@ def test_end_to_end(tmp_path, cache):
     model = data["models"]["coder"]
     assert len(model["step_time"]["linear"]) == 65 and model["knee"] <= 64
     floor = model["roofline"]
-    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [floor["weight_bytes"]]}
+    config = ModelConfig.load(BUILTIN / "coder")
+    assert floor["table_bytes"] == 4 * config.vocab_size * config.hidden, "it is held, and a step reads a few rows"
+    stage = {"pipeline": 1, "tensor": 1, "stage_weight_bytes": [floor["weight_bytes"] + floor["table_bytes"]]}
     stage |= {"working_bytes": floor["working_bytes"]}
     assert floor["working_bytes"] > 100 << 20, "an interpreter with torch"
     assert model["parallel"] == [stage]

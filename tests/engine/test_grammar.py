@@ -268,10 +268,9 @@ EVIL = [
     *(("regex", schema["pattern"]) for schema in SCHEMAS if "pattern" in schema),
     ("regex", "((a*)*b?)*" * 500),
     ("regex", "|".join("x" * n for n in range(1, 200))),
-    ("grammar", "start: a\na: a a | b\nb: /(x|xx|xxx)*/"),
-    ("grammar", "start: " + " ".join(["(/a/ | /aa/ | /a+/)*"] * 500)),
-    ("grammar", "start: start"),
-    ("grammar", 'root ::= "a" root | root "b" | ""'),
+    ("regex", "((a{0,100}){0,100}){0,100}"),
+    ("regex", "x{1000000}"),
+    ("regex", "(a|" * 3000 + "b" + ")" * 3000),
 ]
 
 
@@ -286,25 +285,17 @@ def test_evil_grammars_cost_little_or_are_refused(form, text):
         pass
 
 
-@pytest.mark.parametrize("form", ["json", "regex", "grammar"])
+@pytest.mark.parametrize("form", ["json", "regex"])
 def test_long_ones_are_refused(form):
     with pytest.raises(ValueError, match=f"more than {MOST_BYTES} bytes"):
         grammar_of(form, json.dumps(["x" * MOST_BYTES]))
 
 
-LARK = 'start: "(" (/[0-9]{1,3}/ ("," /[0-9]{1,3}/){0,3})? ")"'
-FORMS = [
-    ("regex", r"[a-f]{2,5}(-[0-9]{1,3})?", lambda text: re.fullmatch(r"[a-f]{2,5}(-[0-9]{1,3})?", text)),
-    ("grammar", LARK, lambda text: re.fullmatch(r"\([\d,]*\)", text)),
-    ("grammar", 'root ::= ("yes" | "no") "!"', lambda text: text in ("yes!", "no!")),
-]
-
-
-@pytest.mark.parametrize(("form", "text", "follows"), FORMS, ids=lambda part: str(part)[:20])
-def test_answers_are_held_to_other_forms(runner, tokenizer, form, text, follows):
-    held = [replace(one, grammar=grammar_of(form, text)) for one in asked(6)]
+@pytest.mark.parametrize("pattern", ["[a-f]{2,5}(-[0-9]{1,3})?", "(yes|no)!"])
+def test_answers_match_a_regular_expression(runner, tokenizer, pattern):
+    held = [replace(one, grammar=grammar_of("regex", pattern)) for one in asked(6)]
     alone = generate(runner, tokenizer, [replace(one, max_draft_tokens=0) for one in held])
-    assert all(finish == "stop" and follows(answer) for answer, finish in alone), alone
+    assert all(finish == "stop" and re.fullmatch(pattern, answer) for answer, finish in alone), alone
     assert generate(runner, tokenizer, held, every=3) == alone
 
 
@@ -315,7 +306,7 @@ CHOICES = [" a list", 'a "dict"\n\t', "é 😀", "a listing", "x.*y|z", "\\d+", 
 def test_any_texts_can_be_choices(tokenizer, choices):
     held = grammar_of(*StructuredOutputs(choice=choices).held_to)
     grammars = Grammars(CODER / "tokenizer.json", 2048, EOS)
-    for choice in choices[-100:]:
+    for choice in choices[:130] + choices[-20:]:
         one = grammars.of(held)
         for token in (*tokenizer.encode(choice, add_special_tokens=False), EOS[0]):
             assert token in allowed(one), choice

@@ -53,8 +53,9 @@ COMMON: dict[str, list[Any]] = {
     + [{"type": "json_schema", "json_schema": schema} for schema in (1, {"name": "a b"}, {"schema": 1}, {"strict": 1})]
     + [{"type": "json_schema", "json_schema": {"schema": schema}} for schema in BAD_SCHEMAS],
     "structured_outputs": [1, "x", [], {}, {"unknown": 1}, {"regex": 1}, {"regex": "("}, {"choice": []}]
-    + [{"choice": [1]}, {"json": "{"}, {"grammar": "start: other"}, {"regex": "a" * 40000}]
-    + [{"json_object": False}, {"regex": "a", "choice": ["b"]}]
+    + [{"choice": [1]}, {"choice": ["#" * 20000]}, {"json": "{"}, {"json": True}, {"schema_": {}}]
+    + [{"regex": "a" * 40000}, {"regex": "a[^\\s\\S]"}, {"regex": "(" * 5000}, {"grammar": 'root ::= "a"'}]
+    + [{"json_object": 1}, {"json_object": False}, {"regex": "a", "choice": ["b"]}]
     + [{"json": schema} for schema in BAD_SCHEMAS],
     "add_special_tokens": FLAG,
     "user": TEXT,
@@ -180,7 +181,7 @@ def test_what_is_not_supported_is_refused_by_name(name: str, value: Any) -> None
         {"structured_outputs": {"json_object": True}, "response_format": {"type": "text"}},
         {"structured_outputs": {"json": '{"type": "integer"}', "json_object": False, "regex": None}},
         {"structured_outputs": {"choice": ["a", "b"]}},
-        {"structured_outputs": {"grammar": 'root ::= "a"+'}},
+        {"structured_outputs": {"regex": "[a-c]+"}},
         {"tools": [{"type": "function"}], "tool_choice": "none"},
         {"best_of": 2, "n": 2, "suffix": "", "modalities": ["text"], "stop": None, "seed": None, "logit_bias": None},
         {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "prompt_cache_key": "k"},

@@ -38,6 +38,7 @@ OPTIONS: dict[str, tuple[float, list[Any]]] = {  # chance, and values
     "skip_special_tokens": (0.1, [False]),
     "speculation": (0.2, [{"max_draft_tokens": 1}, {"max_draft_tokens": 16}, {"smooth": False}]),
     "response_format": (0.15, FORMATS),
+    "structured_outputs": (0.1, [{"choice": ["self", "x = 1", "é世"]}, {"regex": "[a-z]+[0-9]"}, {"json": SCHEMAS[2]}]),
     "stream": (0.5, [True]),
 }
 CHAT = {"logprobs": (0.4, [True])}
@@ -51,6 +52,8 @@ def make(random: Random) -> tuple[str, dict[str, Any]]:
     chat = random.random() < 0.4
     options = OPTIONS | (CHAT if chat else TEXT)
     body = {name: random.choice(values) for name, (chance, values) in options.items() if random.random() < chance}
+    if "structured_outputs" in body:
+        body.pop("response_format", None)
     if chat:
         return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": text()}]}
     ids = [random.randint(3, 200) for _ in range(random.randint(1, 300))]

@@ -77,7 +77,6 @@ def test_structured_output_is_drafted(client):
     [
         ({"choice": ["a list", "a dictionary"]}, "a list|a dictionary"),
         ({"regex": "[a-f]{3}-[0-9]{2}"}, "[a-f]{3}-[0-9]{2}"),
-        ({"grammar": 'root ::= "(" [0-9] ("," [0-9])? ")"'}, r"\([0-9](,[0-9])?\)"),
         ({"json": {"enum": [17, "x"]}}, '17|"x"'),
     ],
 )
