@@ -20,6 +20,7 @@ from paceline.server.embeddings import Embeddings, collect_embeddings
 from paceline.server.errors import bad_request, model_not_found
 from paceline.server.fields import validate
 from paceline.server.generation import Generation, Job
+from paceline.server.grammar_check import GrammarCheck
 from paceline.server.metrics import CONTENT_TYPE, Metrics, exposition
 from paceline.server.middleware import Auth, Edge
 from paceline.server.prepare import (
@@ -91,6 +92,7 @@ class Api:
             for name, model in self.models.items()
             if model.tokenizer.chat_template
         }
+        self.grammars = GrammarCheck()
         fleet.observers.append(self.metrics)
 
     def hurry(self) -> None:
@@ -105,7 +107,8 @@ class Api:
 
     async def close(self) -> None:
         """Ends the helper processes."""
-        await asyncio.gather(*(template.close() for template in self.templates.values()))
+        helpers = [self.grammars.helper, *(template.helper for template in self.templates.values())]
+        await asyncio.gather(*(helper.close() for helper in helpers))
         if self.metrics in self.fleet.observers:
             self.fleet.observers.remove(self.metrics)
 
@@ -131,7 +134,7 @@ class Api:
         """Completes prompts given as text or as token ids."""
         body = await self._body(request, CompletionRequest)
         model = self.find(body.model)
-        job = await completion_job(model, body, _caller(request))
+        job = await completion_job(model, self.grammars, body, _caller(request))
         logprobs = body.logprobs is not None
         style = CompletionStyle(_new_id("cmpl"), model.name, model.tokenizer, logprobs, body.usage)
         return await self._answer(request, body, job, style)
@@ -140,7 +143,7 @@ class Api:
         """Answers a conversation."""
         body = await self._body(request, ChatRequest)
         model = self.find(body.model)
-        job = await chat_job(model, self.templates.get(model.name), body, _caller(request))
+        job = await chat_job(model, self.templates.get(model.name), self.grammars, body, _caller(request))
         style = ChatStyle(_new_id("chatcmpl"), model.name, model.tokenizer, body.logprobs, body.usage)
         return await self._answer(request, body, job, style)
 

@@ -1,17 +1,17 @@
 """From a valid request to what the fleet is asked for: token ids, checked against the model, and how to sample."""
 
-import asyncio
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from paceline.core.request import SLO
-from paceline.engine.grammar import grammar_of
 from paceline.engine.tokenizer import Tokenizer
 from paceline.server.beside import beside
 from paceline.server.errors import ApiError, bad_request
 from paceline.server.generation import Job, Prompt, TextOptions
+from paceline.server.grammar_check import GrammarCheck
+from paceline.server.helper import NoHelper
 from paceline.server.protocol import ChatRequest, CompletionRequest, EmbeddingRequest, Message, sampling_params
-from paceline.server.template import ChatTemplate, NoHelper, TemplateError
+from paceline.server.template import ChatTemplate, TemplateError
 
 MAX_PROMPT_LOGPROBS = 2**20  # of a request: they are all kept, and then written
 
@@ -106,8 +106,8 @@ def _cut(model: ServedModel, given: str | list[int], tokens: list[int], most: in
     return [*tokens[: most - 1], tokens[-1]] if ends else tokens[:most]
 
 
-async def completion_job(model: ServedModel, request: CompletionRequest, caller: Caller) -> Job:
-    """Raises `ApiError` 400."""
+async def completion_job(model: ServedModel, check: GrammarCheck, request: CompletionRequest, caller: Caller) -> Job:
+    """Raises `ApiError`: 400, and 503 where a helper process does not start."""
     check_task(model, embeds=False)
     encoded = await encode(model, "prompt", request.prompt, request.add_special_tokens, model.context)
     given = zip(request.prompt, encoded, strict=True)
@@ -120,16 +120,18 @@ async def completion_job(model: ServedModel, request: CompletionRequest, caller:
             raise bad_request("logprobs", text)
     longest = max(len(prompt.tokens) for prompt in prompts)
     max_tokens = answer_tokens(model, longest, asked, default=request.max_tokens)
-    return await _job(model, request, prompts, max_tokens, caller)
+    return await _job(model, check, request, prompts, max_tokens, caller)
 
 
-async def chat_job(model: ServedModel, template: ChatTemplate | None, request: ChatRequest, caller: Caller) -> Job:
-    """Raises `ApiError` 400."""
+async def chat_job(
+    model: ServedModel, template: ChatTemplate | None, check: GrammarCheck, request: ChatRequest, caller: Caller
+) -> Job:
+    """Raises `ApiError`, as `completion_job`."""
     check_task(model, embeds=False)
     text = await chat_text(model, template, request.messages, request.add_generation_prompt)
     [tokens] = await encode(model, "messages", [text], request.add_special_tokens, model.context)
     max_tokens = answer_tokens(model, len(tokens), request.limit, default=None)
-    return await _job(model, request, [Prompt(tokens, text)], max_tokens, caller)
+    return await _job(model, check, request, [Prompt(tokens, text)], max_tokens, caller)
 
 
 async def chat_text(
@@ -148,7 +150,7 @@ async def chat_text(
             add_generation_prompt=add_generation_prompt,
         )
     except NoHelper as error:
-        raise ApiError(503, str(error), code="unavailable", headers={"retry-after": "1"}) from None
+        raise _unavailable(error) from None
     except TemplateError as error:
         text = "the chat template refuses these messages" if error.by_template else "the chat template failed"
         raise bad_request("messages", f"{text}: {error}") from None
@@ -175,7 +177,7 @@ def answer_tokens(model: ServedModel, prompt: int, asked: int | None, default: i
     return left if default is None else min(default, left)
 
 
-async def _grammar(model: ServedModel, request: CompletionRequest | ChatRequest) -> str:
+async def _grammar(model: ServedModel, check: GrammarCheck, request: CompletionRequest | ChatRequest) -> str:
     """Of what the answer is held to; empty: nothing."""
     name, asked = "structured_outputs", request.structured_outputs
     if asked is None:
@@ -185,22 +187,28 @@ async def _grammar(model: ServedModel, request: CompletionRequest | ChatRequest)
     if not model.tokenizer.eos_ids:
         raise bad_request(name, f"{model.name!r} has no end of sequence, so no text of it has an end")
     try:
-        return await asyncio.to_thread(lambda: grammar_of(*asked.held_to))
+        return await check.grammar_of(*asked.held_to)
+    except NoHelper as error:
+        raise _unavailable(error) from None
     except RecursionError:
         raise bad_request(name, "the schema is nested too deeply") from None
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]  # which shows where in lines of its own
-        raise bad_request(name, f"no answer can be held to it: {reason}") from None
+        raise bad_request(name, f"no answer can be held to it: {error}") from None
+
+
+def _unavailable(error: NoHelper) -> ApiError:
+    return ApiError(503, str(error), code="unavailable", headers={"retry-after": "1"})
 
 
 async def _job(
-    model: ServedModel, request: CompletionRequest | ChatRequest, prompts: list[Prompt], max_tokens: int, caller: Caller
-) -> Job:
+    model: ServedModel, check: GrammarCheck, request: CompletionRequest | ChatRequest, prompts: list[Prompt],
+    max_tokens: int, caller: Caller,
+) -> Job:  # fmt: skip
     for index, prompt in enumerate(prompts):
         if not prompt.tokens:
             name = "messages" if isinstance(request, ChatRequest) else "prompt"
             raise bad_request(f"{name}.{index}" if len(prompts) > 1 else name, "it has no tokens")
-    grammar = await _grammar(model, request)
+    grammar = await _grammar(model, check, request)
     check_vocabulary("logit_bias", [token for token, _ in request.logit_bias], model)
     check_vocabulary("stop_token_ids", request.stop_token_ids, model)
     options = TextOptions(

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from paceline.core.request import MAX_DRAFT_TOKENS, SLO, SamplingParams
+from paceline.engine.grammar import MOST_BYTES
 from paceline.server.errors import bad_request
 from paceline.server.fields import (
     MAX_CHOICES,
@@ -182,6 +183,8 @@ class StructuredOutputs(BaseModel):
     @model_validator(mode="after")
     def _one(self) -> "StructuredOutputs":
         given = (self.schema_, self.json_object or None, self.regex, self.choice)
+        if sum(map(len, self.choice or ())) > MOST_BYTES:
+            raise fault(f"choice has more than {MOST_BYTES} characters")
         if sum(value is not None for value in given) != 1:
             raise fault("exactly one of json, json_object, regex and choice is required")
         return self

@@ -1,21 +1,17 @@
-"""The process that renders chat templates: programs from a checkpoint, so they run where they can be killed.
-
-Reads requests from standard input and answers on standard output, each as four bytes of length (big-endian) and
-msgpack. The memory and the processor time of a render are limited here; the wall time by whoever started this process.
-"""
+"""The process that renders chat templates: programs from a checkpoint, so they run where they can be killed."""
 
 import json
-import resource
-import sys
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 import msgspec
 
-MEMORY_LIMIT = 256 * 2**20  # bytes of address space
+from paceline.server.helper_process import answer_messages
+
+MEMORY_LIMIT = 256 * 2**20  # bytes
 CPU_LIMIT = 3  # seconds for one render
 
 
@@ -84,40 +80,16 @@ class Renderer:
             return Rendered(error=f"{type(error).__name__}: {error}"[:500])
 
 
-def limit_resources() -> None:
-    """No memory beyond the limit, no file growth, no core dumps."""
-    for kind, value in (
-        (resource.RLIMIT_AS, MEMORY_LIMIT),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(kind, (value, value))
-
-
-def limit_cpu() -> None:
-    """From now on `CPU_LIMIT` seconds: ends this process even when nobody is left to kill it."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime) + CPU_LIMIT + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def read_message(stream: BinaryIO) -> bytes | None:
-    """The next message; None when the other side is gone."""
-    head = stream.read(4)
-    return stream.read(int.from_bytes(head, "big")) if len(head) == 4 else None
-
-
 def main() -> None:
-    limit_resources()
     decoder, encoder, renderer = msgspec.msgpack.Decoder(Render), msgspec.msgpack.Encoder(), Renderer()
-    while (message := read_message(sys.stdin.buffer)) is not None:
-        limit_cpu()
+
+    def answer(message: bytes) -> bytes:
         try:
-            answer = encoder.encode(renderer.render(decoder.decode(message)))
+            return encoder.encode(renderer.render(decoder.decode(message)))
         except (MemoryError, UnicodeEncodeError) as error:
-            answer = encoder.encode(Rendered(error=f"its text cannot be sent ({type(error).__name__})"))
-        sys.stdout.buffer.write(len(answer).to_bytes(4, "big") + answer)
-        sys.stdout.buffer.flush()
+            return encoder.encode(Rendered(error=f"its text cannot be sent ({type(error).__name__})"))
+
+    answer_messages(answer, MEMORY_LIMIT, CPU_LIMIT)
 
 
 if __name__ == "__main__":

@@ -82,30 +82,30 @@ async def test_a_hostile_template_fails_alone(name: str) -> None:
     template.source = "fine"
     assert await template.render(**VARIABLES) == "fine"
     ticker.cancel()
-    await template.close()
+    await template.helper.close()
 
 
 async def test_a_helper_that_died_is_replaced() -> None:
     template = ChatTemplate("{{ bos_token }}")
     assert await template.render(**VARIABLES) == "<s>"
-    assert template._process is not None
-    template._process.kill()
-    await template._process.wait()
+    assert template.helper.process is not None
+    template.helper.process.kill()
+    await template.helper.process.wait()
     assert await template.render(**VARIABLES) == "<s>"
-    await template.close()
-    await template.close()
+    await template.helper.close()
+    await template.helper.close()
 
 
 async def test_a_render_whose_helper_dies_is_made_again() -> None:
     template = ChatTemplate("{% for a in range(n) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{{ n }}", 30.0)
     assert await template.render(n=0) == "0"
-    first = template._process
+    first = template.helper.process
     task = asyncio.create_task(template.render(n=400))
     await asyncio.sleep(0.05)
     assert first is not None and not task.done()
     first.kill()
-    assert await task == "400" and template._process is not first
-    await template.close()
+    assert await task == "400" and template.helper.process is not first
+    await template.helper.close()
 
 
 async def test_a_helper_that_does_not_start_is_no_fault_of_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ async def test_the_helper_finds_packages_where_the_server_does(tmp_path: Path, m
     monkeypatch.syspath_prepend(tmp_path)
     template = ChatTemplate("fine")
     assert await template.render(**VARIABLES) == "fine"
-    await template.close()
+    await template.helper.close()
     assert (tmp_path / "found").exists()
 
 
@@ -135,7 +135,7 @@ async def test_renders_do_not_mix() -> None:
     template = ChatTemplate("{{ n }}")
     texts = await asyncio.gather(*(template.render(n=n) for n in range(50)))
     assert texts == [str(n) for n in range(50)]
-    await template.close()
+    await template.helper.close()
 
 
 async def test_a_render_that_nobody_waits_for_leaves_nothing_behind() -> None:
@@ -147,7 +147,7 @@ async def test_a_render_that_nobody_waits_for_leaves_nothing_behind() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert await template.render(n=1) == "1"
-    await template.close()
+    await template.helper.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
