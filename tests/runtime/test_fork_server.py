@@ -96,7 +96,7 @@ async def test_what_lies_where_the_user_is_is_not_imported(tmp_path, monkeypatch
     server.close()
     template = ChatTemplate("fine")
     assert await template.render() == "fine"
-    await template.close()
+    await template.helper.close()
 
 
 async def test_a_program_that_cannot_be_imported_is_an_error():
