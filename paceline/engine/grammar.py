@@ -1,7 +1,8 @@
 """Structured output: which tokens may come next for the text to become one of a grammar, such as JSON of a schema.
 
 llguidance knows the answer for each prefix, and takes tokens back, so a grammar follows drafted tokens like everything
-else that depends on what came before. No torch here: the front end checks grammars before anything is queued.
+else that depends on what came before. No torch here: a helper process of the front end checks what clients ask for
+before anything is queued.
 """
 
 from collections.abc import Iterable
@@ -20,7 +21,8 @@ OPTIONS = {  # all, so that a schema's own `x-guidance` changes none
     "coerce_one_of": False, "lenient": False,
 }  # fmt: skip
 KEPT = 16  # compiled grammars of a model
-# A grammar within these is compiled in at most a few hundred milliseconds, and a step's mask found in less.
+# Most grammars within these are compiled in at most a few hundred milliseconds, and a step's mask found in less. Some
+# take minutes: those that clients ask for are checked by `server.grammar_check` first.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=300_000, step_lexer_fuel=100_000, step_max_items=20_000, max_grammar_size=50_000,
     max_lexer_states=20_000, verbose_errors=False,

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import os
+import signal
 
 from paceline.python import PYTHON, packages
 
 START_LIMIT = 20.0  # seconds for the process to start
+BY_LIMITS = -signal.SIGXCPU, -signal.SIGABRT  # how one ends that takes too long, or more memory than there is
 
 
 class NoHelper(Exception):
@@ -14,7 +16,7 @@ class NoHelper(Exception):
 
 
 class Ended(Exception):
-    """The process ended before it had answered."""
+    """The process ended before it had answered, by its limits or twice."""
 
 
 class Helper:
@@ -33,23 +35,32 @@ class Helper:
     async def ask(self, message: bytes) -> bytes:
         """The answer. Raises `NoHelper`, `Ended` and `TimeoutError`; no half-read process is left behind."""
         async with self._lock:
-            done = False
+            said = await self._said(message)
+            if isinstance(said, int) and said not in BY_LIMITS:  # it ended of something else, perhaps
+                said = await self._said(message)
+            if isinstance(said, int):
+                raise Ended
+            return said
+
+    async def _said(self, message: bytes) -> bytes | int:
+        """The answer, or how the process ended."""
+        done = False
+        try:
             try:
-                try:
-                    process = await self._running()
-                except (asyncio.IncompleteReadError, OSError) as error:  # TimeoutError is one of these
-                    raise NoHelper(f"a helper process ({self.module}) does not start: {error}") from None
-                async with asyncio.timeout(self.time_limit):
-                    answer = await _exchange(process, message)
-                done = True
-                return answer
-            except TimeoutError:
-                raise
-            except (asyncio.IncompleteReadError, OSError):
-                raise Ended from None
-            finally:
-                if not done:
-                    await self._stop()
+                process = await self._running()
+            except (asyncio.IncompleteReadError, OSError) as error:  # TimeoutError is one of these
+                raise NoHelper(f"a helper process ({self.module}) does not start: {error}") from None
+            async with asyncio.timeout(self.time_limit):
+                answer = await _exchange(process, message)
+            done = True
+            return answer
+        except TimeoutError:
+            raise
+        except (asyncio.IncompleteReadError, OSError):
+            return await process.wait()
+        finally:
+            if not done:
+                await self._stop()
 
     async def close(self) -> None:
         """Ends the process."""

@@ -33,10 +33,7 @@ class ChatTemplate:
         """The template's text for these variables. Raises `TemplateError` and `NoHelper`."""
         message = self._encoder.encode(Render(self.source, variables, self._max_chars))
         try:
-            try:
-                said = await self.helper.ask(message)
-            except Ended:  # of something else, perhaps
-                said = await self.helper.ask(message)
+            said = await self.helper.ask(message)
         except Ended:
             raise TemplateError("its process ended") from None
         except TimeoutError:
