@@ -22,9 +22,10 @@ def config(window: int | None = None, heads: int = 6, kv_heads: int = 2, dims: i
     )  # fmt: skip
 
 
-def test_what_is_written_is_gathered_in_token_order() -> None:
-    cache, generator = KVCache(config(), 10, 4), torch.Generator().manual_seed(1)
-    keys, values = torch.randn(2, 11, 2, 8, generator=generator)
+@pytest.mark.parametrize("dims", [2, 6, 8])
+def test_what_is_written_is_gathered_in_token_order(dims: int) -> None:
+    cache, generator = KVCache(config(dims=dims), 10, 4), torch.Generator().manual_seed(1)
+    keys, values = torch.randn(2, 11, 2, dims, generator=generator)
     table = torch.tensor([7, 2, 5])
     cache.write(1, written(11, [7, 2, 5]), keys, values)
     got = cache.gather(1, block_rows(table, 2).flatten())
@@ -114,6 +115,21 @@ def test_attention_of_single_tokens(
 
 
 @DTYPES
+@pytest.mark.parametrize("way", ["in-place", "rows-in-place"])
+@pytest.mark.parametrize("size", [3, 6, 16])
+@pytest.mark.parametrize("dims", [2, 6, 10, 22])
+def test_attention_of_heads_and_blocks_of_odd_sizes(
+    dims: int, size: int, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which no vector is whole."""
+    if way == "rows-in-place" and attention.kernels:
+        monkeypatch.setattr(attention.kernels, "HAS_TILES", False)
+    parts = [(0, 20), (13, 150), (40, 1), (0, 1), (25, 6), (31, 1), (3, 9), (158, 1)]
+    got, expected = mixed_step(config(None, 7, 1, dims), parts, dtype, blocks=200, size=size)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@DTYPES
 @pytest.mark.parametrize("window", [None, 100, 130])
 @pytest.mark.parametrize("dims", [8, 64, 80])
 @pytest.mark.parametrize("heads", [(6, 2), (2, 2)])
@@ -189,7 +205,7 @@ def test_the_bits_of_a_verification_are_those_of_single_tokens(
 
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("dims", [8, 24, 64])  # turned one by one, by 16, and both
+@pytest.mark.parametrize("dims", [6, 8, 24, 64])  # turned one by one, by 16, and both
 @pytest.mark.parametrize("normed", [False, True])
 def test_both_ways_to_norm_rotate_and_store_agree(
     normed: bool, dims: int, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
