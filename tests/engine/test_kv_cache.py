@@ -121,7 +121,7 @@ def test_attention_of_single_tokens(
 def test_attention_of_heads_and_blocks_of_odd_sizes(
     dims: int, size: int, way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of which no vector is whole."""
+    """Heads that end within a vector, or within four numbers, and blocks whose size is no power of two."""
     if way == "rows-in-place" and attention.kernels:
         monkeypatch.setattr(attention.kernels, "HAS_TILES", False)
     parts = [(0, 20), (13, 150), (40, 1), (0, 1), (25, 6), (31, 1), (3, 9), (158, 1)]
