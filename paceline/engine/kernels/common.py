@@ -40,6 +40,7 @@ PARTS_STEP, FLOAT_STEP, PANEL_STEP = 2 * PARTS * TILE, 4 * TILE, 2 * TILE
 DEPTH_STEPS, SUMS_PANELS = 32, 16  # steps of a panel that all rows pass, at most, and panels with sums meanwhile
 # bytes from weights in use to those fetched; lines a step if others made parts, and if there are none
 FAR_AHEAD, SPLIT_FETCHES, WHOLE_FETCHES = 12288, 16, 32
+ROW_FETCHES = 2  # and while a row of sums becomes outputs
 LINE = 64  # bytes of the caches; rows of buffers lie one line more apart, since the first cache keeps few of rows that
 # lie powers of 2 apart
 ALONE = 16  # rows from which norms, rotations and the like are shared out to threads
@@ -47,9 +48,9 @@ ALONE = 16  # rows from which norms, rotations and the like are shared out to th
 # registers are done with weights before the next ones have come from memory
 BLOCK = 192 // TALL * TALL
 LARGEST_BLOCK = BLOCK * 3 // 2 if HAS_AMX else BLOCK
-# bytes of a thread's own: sums of panels, and parts of weights
+# bytes of a thread's own: sums of panels, and parts of weights, with a line before them
 SUMS_SPACE = LARGEST_BLOCK * COLUMNS * 4 * (SUMS_PANELS if HAS_AMX else 1)
-TILES_SPACE = SUMS_SPACE + ((DEPTH_STEPS + 1) * PARTS_STEP if HAS_AMX else 0)
+TILES_SPACE = SUMS_SPACE + (LINE + (DEPTH_STEPS + 1) * PARTS_STEP if HAS_AMX else 0)
 STORE, ADD, GATE = 0, 1, 2  # what becomes of a product: see `products._finish`
 # in place of the address of scales: weights are bfloat16; so are activations, which takes HAS_BF16
 KEPT_BF16, ROUNDED_BF16 = 1, 2

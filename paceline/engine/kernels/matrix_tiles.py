@@ -84,6 +84,9 @@ def _products(kept: bool, parts: int) -> list[tuple[int, int]]:
     return [(part, other) for part, other in PRODUCTS if part < parts and not (kept and other)]
 
 
+# Where products of up to 16 rows are among what makes parts of weights: evenly everywhere, as those of more rows are,
+# two cores read 25 to 27 GB/s instead of 28 to 32 (why is not known)
+AMONG = 0.3, 0.8
 KEEP_UPPER = "movl $$0xFFFF0000, %r14d", "vpbroadcastd %r14d, %zmm31"  # of 16 numbers the half that is a bfloat16
 
 
@@ -144,11 +147,13 @@ def _panel_products(
     return lines
 
 
-def _woven(lines: list[str], others: list[str]) -> list[str]:
-    """`others` in equal distances among lines."""
-    bounds = [len(lines) * i // len(others) for i in range(len(others) + 1)]
-    parts = (lines[begin:end] for begin, end in itertools.pairwise(bounds))
-    return [line for other, part in zip(others, parts, strict=True) for line in (other, *part)]
+def _woven(lines: list[str], others: list[str], begin: float = 0, end: float = 1) -> list[str]:
+    """`others` in equal distances among lines, from one share of these to another."""
+    low, high = int(len(lines) * begin), int(len(lines) * end)
+    bounds = [low + (high - low) * i // len(others) for i in range(len(others) + 1)]
+    parts = (lines[first:last] for first, last in itertools.pairwise(bounds))
+    woven = (line for other, part in zip(others, parts, strict=True) for line in (other, *part))
+    return [*lines[:low], *woven, *lines[high:]]
 
 
 def _panel_assembly(
@@ -180,8 +185,8 @@ def _panel_assembly(
     if streams:  # to the other one of two slots (ring: -1), or to the next one (1)
         lines += [*KEEP_UPPER, "3:", f"leaq ({b},{slot}), {here}"]
         lines += [f"imulq {ring}, {slot}", f"addq $${PARTS_STEP}, {slot}", f"leaq ({b},{slot}), {after}"]
-        lines.append(f"addq $${FLOAT_STEP}, {w}")
-        lines += _woven(_split_weights(w, after, FAR_AHEAD), products)
+        lines += [f"addq $${FLOAT_STEP}, {w}", f"cmpq $$1, {steps}", f"cmoveq {-LINE}({b}), {w}"]
+        lines += _woven(_split_weights(w, after, FAR_AHEAD), products, *(() if high else AMONG))
     else:  # w: what is fetched, every `slot` bytes
         fetches = [f"{FETCH} ({w})", f"addq {slot}, {w}"] * (WHOLE_FETCHES if kept else SPLIT_FETCHES)
         lines += ["3:", *_woven(fetches, products), f"addq $${PANEL_STEP if kept else PARTS_STEP}, {b}"]
@@ -195,7 +200,8 @@ def _panel_tile_of(**form: Any):
     a: the parts of each 16 rows, `group` bytes from one to the next: [steps, parts, 16, DEEP] bfloat16; b: those of
     weights, [steps, PARTS, 2, 16, 32], or two steps of them in turn, or weights that are `kept`, [16 steps, 32, 2]. Of
     bytes [steps, 16, DEEP_BYTES], the first ones unsigned, and [16 steps, 32, 4]. If `fresh` c is written and not added
-    to. A tile that `streams` finds parts of its first step at `slot` of b and leaves those of the step behind its last.
+    to. A tile that `streams` finds parts of its first step at `slot` of b and leaves those of the one that comes next,
+    whose address lies a line before b, behind its last.
     """
     lost = [*SCRATCH, "%rbx", *(f"%zmm{i}" for i in range(32))]
 

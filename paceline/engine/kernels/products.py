@@ -5,6 +5,7 @@ from numba import carray, prange, types
 
 from paceline.compiled import linked
 from paceline.engine.addresses import floats as _floats
+from paceline.engine.addresses import longs as _longs
 from paceline.engine.kernels import vectors as v
 from paceline.engine.kernels.common import (
     ADD,
@@ -27,6 +28,7 @@ from paceline.engine.kernels.common import (
     PARTS,
     PARTS_STEP,
     ROUNDED_BF16,
+    ROW_FETCHES,
     SPLIT_FETCHES,
     STORE,
     SUMS_PANELS,
@@ -70,15 +72,15 @@ DEPTH = 1024  # weights of a panel that stay in the second cache while all rows 
 
 
 def _last_of_rows(kind: int, integer: bool):
-    """finish(sums, rows, bias, excess, scales, row_scales, target, stride): sums [rows, 32] become outputs at `target`,
-    rows of which are `stride` bytes apart, by `kind` as in `_finish`.
+    """finish(sums, rows, bias, excess, scales, row_scales, target, stride, ahead): sums [rows, 32] become outputs at
+    `target`, rows of which are `stride` bytes apart, by `kind` as in `_finish`; what is `ahead` is fetched meanwhile.
 
     Sums of `integer` are int32 and stand for (sums - excess) * scales * row_scales, the last a number a row, the others
     one a column.
     """
 
-    @by_hand(*[I64] * 8)
-    def finish(builder, sums, rows, bias, excess, scales, row_scales, target, stride):
+    @by_hand(*[I64] * 9)
+    def finish(builder, sums, rows, bias, excess, scales, row_scales, target, stride, ahead):
         added = [v.load(builder, bias, side) for side in SIDES]
         if integer:
             more = [v.load(builder, excess, side, WHOLE) for side in SIDES]
@@ -87,6 +89,10 @@ def _last_of_rows(kind: int, integer: bool):
         def row(i, nothing):
             here = builder.add(sums, builder.mul(i, LONG(COLUMNS * 4)))
             there = builder.add(target, builder.mul(i, stride))
+            if HAS_AMX:
+                for line in range(ROW_FETCHES):
+                    soon = builder.add(builder.mul(i, LONG(ROW_FETCHES * LINE)), LONG(line * LINE))
+                    v.fetch_line(builder, builder.add(ahead, soon))
             if integer:
                 every = v.spread(builder, v.load(builder, builder.add(row_scales, builder.shl(i, LONG(2))), 0, FLOAT))
                 counts = [v.load(builder, here, side, WHOLE) for side in SIDES]
@@ -121,9 +127,19 @@ def _fetch_to_write(builder, address):
     v.fetch_line(builder, address, 1, 1)
 
 
-@kernel(types.void(*[I64] * 11))
-def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scales, row_scales):
-    """Products sums [rows, 32] of a panel to target [rows, width], with bias and scales.
+@kernel(types.void(*[I64] * 4), inline="always")
+def _ask_to_write(target, stride, rows, width):
+    """Has lines ready that `_finish` will write."""
+    for i in range(rows):
+        _fetch_to_write(target + i * stride)
+        if width > 16:
+            _fetch_to_write(target + i * stride + (width - 1) * 4)
+
+
+@kernel(types.void(*[I64] * 12))
+def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scales, row_scales, ahead):
+    """Products sums [rows, 32] of a panel to target [rows, width], with bias and scales. With AMX weights that are
+    `ahead` are fetched meanwhile.
 
     STORE: as they are; ADD: added to it; GATE: the panel holds 16 gates and their 16 values, to silu(gate) * value.
     """
@@ -131,18 +147,18 @@ def _finish(sums, rows, width, kind, target, stride, bias, integer, excess, scal
     there, apart = (target, stride) if whole else (sums, COLUMNS * 4)
     if kind == GATE:
         if integer:
-            _gate_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
+            _gate_bytes(sums, rows, bias, excess, scales, row_scales, there, apart, ahead)
         else:
-            _gate_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+            _gate_floats(sums, rows, bias, excess, scales, row_scales, there, apart, ahead)
     elif kind == ADD and whole:
         if integer:
-            _add_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
+            _add_bytes(sums, rows, bias, excess, scales, row_scales, there, apart, ahead)
         else:
-            _add_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+            _add_floats(sums, rows, bias, excess, scales, row_scales, there, apart, ahead)
     elif integer:
-        _store_bytes(sums, rows, bias, excess, scales, row_scales, there, apart)
+        _store_bytes(sums, rows, bias, excess, scales, row_scales, there, apart, ahead)
     else:
-        _store_floats(sums, rows, bias, excess, scales, row_scales, there, apart)
+        _store_floats(sums, rows, bias, excess, scales, row_scales, there, apart, ahead)
     for row in range(0 if whole else rows):
         value = carray(_floats(sums + row * apart), (width,))
         output = carray(_floats(target + row * stride), (width,))
@@ -181,11 +197,8 @@ def _panels(
                     target = c + row * c_stride + p * columns * 4
                     if first == 0:
                         carray(_floats(place), (height * COLUMNS,))[:] = np.float32(0.0)
-                    if first + deep == inner:  # whose tiles' loads wait for the same few places
-                        for i in range(height):
-                            _fetch_to_write(target + i * c_stride)
-                            if width > 16:
-                                _fetch_to_write(target + i * c_stride + (width - 1) * 4)
+                    if first + deep == inner:
+                        _ask_to_write(target, c_stride, height, width)
                     if integer:
                         byte_rows(height, here, a_stride, at, COLUMNS * 4, steps, place, COLUMNS * 4, ahead, gap)
                     elif rounded:
@@ -197,7 +210,7 @@ def _panels(
                     if first + deep == inner:
                         _finish(
                             place, height, width, kind, target, c_stride, bias + p * COLUMNS * 4, integer, excess,
-                            scale, scales + row * 4,
+                            scale, scales + row * 4, 0,
                         )  # fmt: skip
                     row += height
                     ahead += part
@@ -224,7 +237,8 @@ def _matrix_panels(
     """As `_panels` in matrix registers; a: what each 16 rows have become, `group` bytes from one to the next.
 
     Floats are the sum of parts: see `matrix_tiles`. Up to MATRIX_ROWS rows pass a thread's panels in one stream, so
-    that parts of weights are made while others are used; so do some more, each MATRIX_ROWS for themselves. Of many rows
+    that parts of weights are made while others are used; of some more, each MATRIX_ROWS pass a panel in turn, in one
+    stream, too. Of many rows
     the first ones leave the parts of DEPTH_STEPS of a panel's weights to the others. Where a panel has more steps, sums
     of some panels are kept meanwhile, since all parts of long rows would not stay in the second cache. Weights that are
     bfloat16 or bytes are their own only part, for all rows; so are rows that are rounded to either. A single row of
@@ -233,14 +247,14 @@ def _matrix_panels(
     columns, size, passes = 16 if kind == GATE else COLUMNS, COLUMNS * 4, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
     integer, split, rounded = w_scale > ROUNDED_BF16, w_scale == 0, w_scale >= ROUNDED_BF16
     panels = (outer + columns - 1) // columns
-    deep, parts, stream = matrix_steps(inner, integer), own + SUMS_SPACE, split and passes <= SPLIT_STREAMS
+    deep, parts, stream = matrix_steps(inner, integer), own + SUMS_SPACE + LINE, split and passes <= SPLIT_STREAMS
     a_step, w_step = TILE if rounded else TILE * PARTS, FLOAT_STEP if split else PANEL_STEP
     pieces = 1 if passes == 1 else (deep + DEPTH_STEPS - 1) // DEPTH_STEPS
     depth = (deep + pieces - 1) // pieces
     fetches = SPLIT_FETCHES if split else WHOLE_FETCHES
     together = SUMS_PANELS if pieces > 1 else max(1, min(TAKEN // (deep * w_step), SUMS_PANELS))
     gap = max(w_step // fetches // max(passes - 1 if split else passes, 1), 1)
-    shape, slot, ready = 0, 0, -1  # ready: the panel whose first parts are made
+    shape, slot, ready = 0, 0, 0  # ready: the weights whose first parts are made
     low, high, empty = next_of(gate, turn, t, threads, panels, together, 0)
     while low < high:
         for first in range(0, deep, depth):
@@ -249,6 +263,8 @@ def _matrix_panels(
                 at, width = w + (p * deep + first) * w_step, min(columns, outer - p * columns)
                 scale, excess = w_scale + p * size, w_scale + (panels + p) * size
                 fetched = at + (FAR_AHEAD if passes == 1 else deep * w_step)
+                if passes == 1:  # of many rows there are lines enough to wait for
+                    _ask_to_write(c + p * columns * 4, c_stride, rows, width)
                 for row in range(0, rows, MATRIX_ROWS):
                     height, here = min(rows - row, MATRIX_ROWS), a + row // 16 * group + first * a_step
                     place = own + ((p - low) * LARGEST_BLOCK + row) * size
@@ -265,22 +281,24 @@ def _matrix_panels(
                     elif not split:
                         kept_tile(height, here, group, fetched, steps, place, at, gap, 0, fresh)
                     elif stream or row == 0:
-                        if passes > 1 or p != ready:
+                        again = stream and row + MATRIX_ROWS < rows or pieces > 1 and p + 1 == high
+                        after, ring = at if again else at + deep * w_step, -1 if stream else 1
+                        if at != ready:
                             split_first(at, parts + slot)
-                        ring = -1 if stream else 1
+                        carray(_longs(parts - LINE), (1,))[0] = after
                         split_stream_tile(height, here, group, at, steps, place, parts, slot, ring, fresh)
+                        if stream:
+                            ready, slot = after, PARTS_STEP - slot if steps % 2 else slot
                     else:
                         split_tile(height, here, group, fetched, steps, place, parts, gap, 0, fresh)
                     if row or not split:
                         fetched += gap * fetches * steps
                     if last:
+                        soon = at + steps * w_step + FAR_AHEAD if passes == 1 else place
                         _finish(
                             place, height, width, kind, c + row * c_stride + p * columns * 4, c_stride, bias + p * size,
-                            integer, excess, scale, scales + row * 4,
+                            integer, excess, scale, scales + row * 4, soon,
                         )  # fmt: skip
-                if passes == 1 and steps % 2:  # the next panel's first step is in the other slot
-                    slot = PARTS_STEP - slot
-                ready = p + 1
         low, high, empty = next_of(gate, turn, t, threads, panels, together, empty)
     if shape:
         set_shape(0)
