@@ -85,7 +85,7 @@ def _products(kept: bool, parts: int) -> list[tuple[int, int]]:
 
 
 # Where products of up to 16 rows are among what makes parts of weights: evenly everywhere, as those of more rows are,
-# two cores read 25 to 27 GB/s instead of 28 to 32 (why is not known)
+# weights come from memory at 0.8 to 0.9 of the rate (docs/log.md; why is not known)
 AMONG = 0.3, 0.8
 KEEP_UPPER = "movl $$0xFFFF0000, %r14d", "vpbroadcastd %r14d, %zmm31"  # of 16 numbers the half that is a bfloat16
 

@@ -238,11 +238,10 @@ def _matrix_panels(
 
     Floats are the sum of parts: see `matrix_tiles`. Up to MATRIX_ROWS rows pass a thread's panels in one stream, so
     that parts of weights are made while others are used; of some more, each MATRIX_ROWS pass a panel in turn, in one
-    stream, too. Of many rows
-    the first ones leave the parts of DEPTH_STEPS of a panel's weights to the others. Where a panel has more steps, sums
-    of some panels are kept meanwhile, since all parts of long rows would not stay in the second cache. Weights that are
-    bfloat16 or bytes are their own only part, for all rows; so are rows that are rounded to either. A single row of
-    parts, of which a has them in floats, is for vectors.
+    stream, too. Of many rows the first ones leave the parts of DEPTH_STEPS of a panel's weights to the others. Where a
+    panel has more steps, sums of some panels are kept meanwhile, since all parts of long rows would not stay in the
+    second cache. Weights that are bfloat16 or bytes are their own only part, for all rows; so are rows that are rounded
+    to either. A single row of parts, of which a has them in floats, is for vectors.
     """
     columns, size, passes = 16 if kind == GATE else COLUMNS, COLUMNS * 4, (rows + MATRIX_ROWS - 1) // MATRIX_ROWS
     integer, split, rounded = w_scale > ROUNDED_BF16, w_scale == 0, w_scale >= ROUNDED_BF16
